@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,12 @@ def test_harmless_commands_run(tmp_path: Path, tiny_llama: Path) -> None:
     prompt, prompts = tmp_path / "system-prompt.txt", tmp_path / "prompts.jsonl"
     prompt.write_text(TEXT)
     prompts.write_text(f'{{"prompt": {TOKENS}}}\n')
+    not_served = shutil.copytree(root, tmp_path / "not served")
     with StoreProcess(root) as store:
         stands_for = {
             **dict.fromkeys(("http://STORE:8700", "http://127.0.0.1:8700", "STORE", "URL"), store.url),
             "STORE|FILE": store.url,
-            "DIRECTORY": str(root),
+            "DIRECTORY": str(not_served),
             "DIR": str(tmp_path / "pictures"),
             "/models/llama": str(tiny_llama),
             "system-prompt.txt": str(prompt),

@@ -160,8 +160,12 @@ class Catalog:
     All methods raise StoreError, and OSError, which is ENOSPC if the disk is full.
     """
 
-    def __init__(self, root: Path, on_uncounted: Callable[[], None]) -> None:
-        """``on_uncounted`` is called when the opened database lacks rows of files on the disk."""
+    def __init__(
+        self, root: Path, on_uncounted: Callable[[], None], on_root: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_uncounted`` is called when the opened database lacks rows of files on the disk, ``on_root`` once there
+        is a directory for it."""
+        self._on_root = on_root
         self.root = root
         self._on_uncounted = on_uncounted
         self._path = root / FOLDER / "catalog.sqlite"
@@ -370,6 +374,7 @@ class Catalog:
     def _create(self) -> None:
         """Create the database under another name, so that nobody opens it before it is complete."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._on_root()
         is_empty = not files.namespaces(self.root)
         new = self.root / f"{FOLDER}-{secrets.token_hex(8)}"
         new.mkdir(mode=0o700)

@@ -20,6 +20,7 @@ from sgl_kvfetch.directory import catalog as index, files, notes
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
 from sgl_kvfetch.directory.notes import NoteWriter
+from sgl_kvfetch.directory.owner import Owner
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.workers import Workers, on
@@ -140,14 +141,19 @@ class LocalStore(AdminStore):
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
-        self._catalog = Catalog(self.root, self._start_sweep)
+        self.owner = Owner(self.root)
+        self._catalog = Catalog(self.root, self._start_sweep, self.owner.require)
         self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes, drop_levels)
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
-        self.workers = Workers(num_threads)
+        self.workers = Workers(num_threads, self._require_owned)
         self._opened = False
         self._orphan_age_s = orphan_age_s
         self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds
+
+    def _require_owned(self) -> None:
+        with files.os_errors(f"locking {self.root}"):
+            self.owner.require()
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         return await self._read(name, start, length)
@@ -436,6 +442,13 @@ class LocalStore(AdminStore):
 
     # Looking up
 
+    def own(self) -> None:
+        """Use the directory alone, before anything else is done with it. Raises StoreError (``io``) if others use
+        it."""
+        with files.os_errors(f"locking {self.root}"):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.owner.require(alone=True)
+
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""
         return (await self.usage()).num_segments
@@ -612,6 +625,7 @@ class LocalStore(AdminStore):
         if self._catalog.is_open:
             self._quietly(self._catalog.save_uses)
         self._catalog.close()
+        self.owner.release()
 
 
 def _is_sound(content: bytes, manifest_name: str) -> bool:

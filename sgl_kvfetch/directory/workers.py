@@ -24,8 +24,9 @@ Kind = Literal["writes", "reads", "lookups", "scans", "upkeep"]
 class Workers:
     """Runs blocking calls for one store until it is closed."""
 
-    def __init__(self, num_threads: int) -> None:
-        """``num_threads``: as many read, and as many write."""
+    def __init__(self, num_threads: int, before: Callable[[], None] = lambda: None) -> None:
+        """``num_threads``: as many read, and as many write. ``before`` is called on the thread before each call."""
+        self._before = before
         sizes: dict[Kind, int] = {
             "lookups": _LOOKUP_THREADS,
             "reads": num_threads,
@@ -41,7 +42,12 @@ class Workers:
     async def run(self, kind: Kind, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on a thread of this kind. Raises StoreError if the store is closed."""
         self.require_open()
-        return await asyncio.get_running_loop().run_in_executor(self._threads[kind], lambda: call(*args, **kwargs))
+
+        def work() -> T:
+            self._before()
+            return call(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads[kind], work)
 
     async def open(self, opener: Callable[[], OpenObject | None]) -> OpenObject | None:
         """Open a file, which is closed if nobody waits for it any more."""

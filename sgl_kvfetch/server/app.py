@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sgl_kvfetch.directory import FrontStore, LocalStore, StoreUsage
-from sgl_kvfetch.errors import DECODE_ERRORS, StoreError
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.bodies import ACCOUNT, BodyReader, Budget, error_answer, json_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig, is_loopback
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TOKENS = web.AppKey("tokens", Tokens)
 METRICS = web.AppKey("metrics", ServerMetrics)
+STORE = web.AppKey("store", LocalStore)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
 _ADDRESS = re.compile(r"(?i:localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?")  # no other name ends in digits
 _HASHES_TIMES = 6  # memory for page hashes, in sizes of the body that has them
@@ -57,6 +58,10 @@ def create_app(config: ServerConfig) -> web.Application:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
+        try:
+            store.own()
+        except StoreError as e:
+            raise ConfigError(str(e)) from e
         await _warm_up(store)  # the server listens only after this
         await pages.begin_history()
         tasks = [
@@ -75,6 +80,7 @@ def create_app(config: ServerConfig) -> web.Application:
     app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), *guards, authorised(tokens)])
     app[TOKENS] = tokens
     app[METRICS] = metrics
+    app[STORE] = store
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
     notes = f"{Route.NOTES}/{{kind:{'|'.join(NOTE_KINDS)}}}"

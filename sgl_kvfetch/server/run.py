@@ -28,7 +28,7 @@ from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.processes import hidden_memory
-from sgl_kvfetch.server.app import METRICS, TOKENS, create_app
+from sgl_kvfetch.server.app import METRICS, STORE, TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import TokenFile
@@ -125,7 +125,9 @@ async def _serving(
         )
         try:
             host, port = sockets[0].getsockname()[:2]
-            yield RunningServer(host, port, "http" if tls is None else "https")
+            server = RunningServer(host, port, "http" if tls is None else "https")
+            app[STORE].owner.say_url(server.url)
+            yield server
         finally:
             await listener.close()
     finally:

@@ -350,9 +350,9 @@ async def test_looking_is_no_use(tmp_path: Path) -> None:
         (before,) = await get(session, wire.Route.SEGMENTS, folder=folder)
         await get(session, wire.Route.SUMMARY)
         await get(session, f"{wire.Route.SEGMENTS}/{name}")
-        store = LocalStore(tmp_path)
-        assert await store.last_uses([segment.manifest.key]) == [before["last_used_s"]]
-        await store.close()
+    store = LocalStore(tmp_path)
+    assert await store.last_uses([segment.manifest.key]) == [before["last_used_s"]]
+    await store.close()
 
 
 async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ async def session(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
 def files(root: Path) -> list[Path]:
     """Return what the store holds, without what the server keeps for itself."""
     every = (path for path in root.rglob("*") if path.is_file())
-    return [path for path in every if path.parent.name != ".catalog" and path.name != ".days.json"]
+    return [path for path in every if path.parent.name != ".catalog" and path.name not in (".days.json", ".served")]
 
 
 async def error_of(response: aiohttp.ClientResponse) -> str:
@@ -486,7 +486,10 @@ async def test_metrics(tmp_path: Path) -> None:
             assert response.status == 404
         assert await metric(session, "requests_total", route="other") == 1
         await store.close()
-        async with serving(tmp_path, capacity_bytes=1 << 20) as (_, another):  # each application counts for itself
+        async with serving(tmp_path / "another", capacity_bytes=1 << 20) as (
+            _,
+            another,
+        ):  # each application counts for itself
             assert await metric(another, "lookups_total") == 0
             assert await metric(another, "capacity_bytes") == 1 << 20
 

@@ -71,7 +71,7 @@ async def store(
     store: AdminStore
     match request.param:
         case "directory":
-            store = LocalStore(tmp_path / "root")
+            store = LocalStore(tmp_path / "directory")
         case "bucket":
             store = S3Store(URL, config=s3.config)
         case "bucket with index":

@@ -157,12 +157,15 @@ def test_a_damaged_copy_at_the_target_is_written_again(source: Path, target: Pat
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["{}/", "file://{}", "{}-link", "http://127.0.0.1:{port}", "http://localhost:{port}"])
+@pytest.mark.parametrize("name", ["{}/", "file://{}", "{}-link", "http://localhost:{port}"])
 def test_the_same_store_under_another_name(source: Path, name: str) -> None:
     before = contents(source)
     Path(f"{source}-link").symlink_to(source)
-    with StoreProcess(source) as store:
-        result = kvfetch("move", str(source), name.format(source, port=store.port))
+    if name.startswith("http:"):
+        with StoreProcess(source) as store:
+            result = kvfetch("move", store.url, name.format(port=store.port))
+    else:
+        result = kvfetch("move", str(source), name.format(source))
     assert result.exit_code == 2
     assert "the same store" in result.stderr
     assert contents(source) == before

@@ -46,6 +46,7 @@ def serving(root: Path, *args: str, token: str | None = None) -> Iterator[tuple[
 def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
+    in_directory = json.loads(kvfetch("inspect", stored.url, "--json").stdout)
     with serving(stored.root, "--capacity", "1GiB", token="secret") as (url, process):
         for command in ("inspect", "verify"):
             refused = kvfetch(command, url)
@@ -53,7 +54,7 @@ def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> No
             assert "401" in refused.stderr
             assert kvfetch(command, url, "--token-file", str(token_file)).exit_code == 0
         over_http = json.loads(kvfetch("inspect", url, "--token", "secret", "--json").stdout)
-        assert over_http == json.loads(kvfetch("inspect", stored.url, "--json").stdout)
+        assert over_http == in_directory
         stored.data_path(0).write_bytes(bytes(stored.data_path(0).stat().st_size))
         assert kvfetch("verify", url, "--token", "secret").exit_code == 1
 

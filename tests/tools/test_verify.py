@@ -111,12 +111,12 @@ def test_a_manifest_above_the_formats_limit_is_named_over_http_too(stored: Store
     with stored.manifest_path(1).open("ab") as file:
         file.truncate(2 << 20)
     with StoreProcess(stored.root) as served:
-        for store in (served.url, stored.url):
-            report = verify_json(store, 1)
-            (problem,) = report["problems"]
-            assert problem["name"] == stored.segments[1].manifest.key.manifest_name
-            assert f"has {2 << 20} bytes" in problem["what"]
-            assert report["num_segments"] == 2
+        over_http = verify_json(served.url, 1)
+    for report in (over_http, verify_json(stored.url, 1)):
+        (problem,) = report["problems"]
+        assert problem["name"] == stored.segments[1].manifest.key.manifest_name
+        assert f"has {2 << 20} bytes" in problem["what"]
+        assert report["num_segments"] == 2
 
 
 def test_any_flipped_byte_is_found(stored: Stored) -> None:
