@@ -174,8 +174,9 @@ class DataPlane:
         """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
         if self._closing.is_set():
             return
-        self._closing.set()
-        run = self._run
+        with self._replacing:  # from here on, none follows
+            self._closing.set()
+            run = self._run
         run.channel.send(m.Close())
         if not run.running.join(CLOSE_S):
             logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
@@ -239,10 +240,12 @@ class DataPlane:
                     logger.warning("kvfetch: the data plane did not start: %s", e)
                 continue
             with self._replacing:
-                self._run = following
-                if self._make is not None:  # a switch has come meanwhile
-                    following.leave()
-            return True
+                if not self._closing.is_set():
+                    self._run = following
+                    if self._make is not None:  # a switch has come meanwhile
+                        following.leave()
+                    return True
+            following.end()
         return False
 
     def _launch_spare(self) -> None:
