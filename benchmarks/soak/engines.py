@@ -296,7 +296,7 @@ def _data_planes() -> list[psutil.Process]:
     found = []
     for process in _processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "sgl_kvfetch.plane" in process.cmdline():
+            if "sgl_kvfetch.plane" in " ".join(process.cmdline()).split():  # of a forked one, it is one word
                 found.append(process)
     return found
 

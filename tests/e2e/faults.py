@@ -79,7 +79,7 @@ def data_planes() -> list[int]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "sgl_kvfetch.plane" in process.cmdline():
+            if "sgl_kvfetch.plane" in " ".join(process.cmdline()).split():  # of a forked one, it is one word
                 found.append(process.pid)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -128,8 +129,9 @@ def test_flipped_manifests_are_misses(host: Shared, filled: Path, tmp_path: Path
         assert same_answer(answer, expected[0])
 
 
-def test_a_store_killed_during_a_fetch(host: Shared, filled: Path, expected: Expected) -> None:
-    with StoreProcess(filled) as store:
+def test_a_store_killed_during_a_fetch(host: Shared, filled: Path, tmp_path: Path, expected: Expected) -> None:
+    directory = shutil.copytree(filled, tmp_path / "copy", ignore=shutil.ignore_patterns(".served"))
+    with StoreProcess(directory) as store:
         proxy = Proxy(store)
         proxy.set(Fault("stall", after_bytes=1000, only=is_data))  # the fetch is under way when the store dies
         config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S}

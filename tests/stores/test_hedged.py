@@ -314,14 +314,14 @@ async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
     tmp_path: Path, make_client: MakeClient, gone_s: float
 ) -> None:
     num_reads, link_bytes_per_s = 24, 8e6
+    filling = LocalStore(tmp_path)
+    await filling.put(NAME, CONTENT)
+    await filling.close()
     with slow_link(8 * link_bytes_per_s / 1e9):
         async with (
             running_server(ServerConfig(tmp_path, port=0)) as server,
             FaultyProxy(server.host, server.port) as proxy,
         ):
-            filling = LocalStore(tmp_path)
-            await filling.put(NAME, CONTENT)
-            await filling.close()
             client = make_client(proxy.url)
             reads = [asyncio.create_task(client.read(0, 1 << 19)) for _ in range(num_reads)]
             await asyncio.sleep(0.4)
