@@ -43,7 +43,7 @@ from tests.plugin.backends import (
     store_pages,
     tokens,
 )
-from tests.plugin.planes import Served, start_by_uint8
+from tests.plugin.planes import Served
 from tests.plugin.queues import fill_queue, note_refusals
 from tests.reasons import assert_counted
 
@@ -193,37 +193,6 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     assert (decided.request_id, decided.num_pages, decided.num_found) == (label_of_request("asked" * 1000), 3, 2)
     assert (decided.num_served, decided.reason) == (0, reason)
     wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason) == before + 1)
-
-
-def test_a_fetch_under_way_at_a_switch_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang stores meanwhile waits for the next data plane, which finds it."""
-    backend = make()
-    store_pages(backend, keys(2), [0, 1])
-    under_way = threading.Event()
-
-    async def hang(*args: Any) -> bytes:
-        under_way.set()
-        await asyncio.Event().wait()
-        return b""
-
-    for name in ("get", "get_range"):
-        monkeypatch.setattr(served.service.client.store, name, hang, raising=False)
-    assert backend.batch_exists(keys(2)) == 2
-    assert under_way.wait(WAIT_S)
-    before = HostPages(make_pool())
-    plane, results = backend._plane, []
-    fetch = threading.Thread(target=lambda: results.append(backend.batch_get_v1(keys(2), tokens([3, 4]))))
-    fetch.start()
-    wait_until(lambda: bool(plane._run._asked))
-    start = start_by_uint8(plane)
-    plane.switch(lambda: start)
-    assert backend.batch_exists(keys(2)) == 0
-    fetch.join(WAIT_S)
-    assert results == [[False, False]]
-    assert all(torch.equal(backend._pages.read(t, [3, 4]), before.read(t, [3, 4])) for t in ("k", "v"))
-    wait_until(lambda: all(backend.batch_set_v1(keys(2), tokens([0, 1]), after([]))))
-    wait_until(lambda: backend.batch_exists(keys(2)) == 2)
-    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
 
 
 def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
