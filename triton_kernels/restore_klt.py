@@ -343,7 +343,8 @@ def restore_klt_reference(cell: KltCell, slots: torch.Tensor, page_size: int) ->
     n = cell.integers.to(torch.float32) - ZERO
     x = (n.T @ model.matrix.to(torch.float32)) * model.scales[exponents.int(), None] + model.mean
     exact = cell.data[cell.offset + sum(sizes) :][: cell.num_exact * x.shape[1] * dtype.itemsize]
-    exact = from_planes(exact.view(cell.num_exact, dtype.itemsize, x.shape[1]).movedim(1, 0), dtype)
+    planes = exact.cpu().view(cell.num_exact, dtype.itemsize, x.shape[1]).movedim(1, 0)
+    exact = from_planes(planes, dtype).to(x.device)
     num_k, largest = len(model.k) * shape.heads * shape.k.dim, torch.finfo(dtype).max
     for buffers, channels in ((model.k, slice(num_k)), (model.v, slice(num_k, None))):
         values = x[:, channels].reshape(num_tokens, len(buffers), *buffers[0].shape[1:])

@@ -73,7 +73,7 @@ class WithoutProfile(KltIntegers):
         shape = (self.num_coefficients(place), num_tokens)
         coefficients = torch.randint(100, 156, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
         exact = torch.cat([x[0].flatten() for x in values])
-        return exponents, to_planes(exact).flatten(), coefficients
+        return exponents, torch.stack(to_planes(exact)).flatten(), coefficients
 
 
 def test_ans_becomes_video_and_comes_back_without_a_profile() -> None:

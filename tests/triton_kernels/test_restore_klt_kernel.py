@@ -149,7 +149,7 @@ class Span:
         pages = range(-(-case.tokens // case.page_size)) if pages is None else pages
         scales = scales_of(torch.arange(256, dtype=torch.uint8)) * STEP
         model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers, self.turns)
-        exact = to_planes(self.exact).movedim(0, 1).flatten()
+        exact = torch.stack(to_planes(self.exact), 1).flatten()
         table = torch.tensor(pages, dtype=torch.int32).numpy().tobytes()
         packed, num_exact = pack(self.exponents.numpy(), exact.numpy())
         data = torch.frombuffer(bytearray(b"\xab" * 16 + table + packed), dtype=torch.uint8)

@@ -364,46 +364,40 @@ AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* tables, __m512i 
 
 #endif
 
-// What rows hold, and how they are decoded: integers whose tables energies choose. `step` decodes 16 lanes.
+// What rows hold, and how they are decoded: integers, whose tables energies choose, or each row's class if `is_plain`.
+// `step` decodes 16 lanes.
+template <bool is_plain>
 struct Integers {
     using Value = uint8_t;
 
     static size_t rows(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
                        uint16_t* energies, size_t stride, uint8_t* values) {
-        return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values, false);
+        return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values, is_plain);
     }
     static void row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
                     uint8_t* row, Reader& in) {
-        if (!from) from = decode_steps(states, t, row_class, energies, tokens, row, in, false);
-        decode_tokens(states, t, row_class, energies, from, tokens, row, in);
+        if (!from) from = decode_steps(states, t, row_class, energies, tokens, row, in, is_plain);
+        if (is_plain)
+            decode_plain(states, t.of_class(row_class), from, tokens, row, in);
+        else
+            decode_tokens(states, t, row_class, energies, from, tokens, row, in);
     }
 #ifdef HAS_AVX512
-    AVX512 static inline Row of(const Tables& t, int row_class) { return {t, row_class, kBits}; }
-    AVX512 static inline void step(__m512i& state, const Row& of, uint16_t* energies, uint8_t* row, Reader& in) {
-        const __m512i energy = energies_of(energies);
-        const __m512i integer = decode_16(state, of.t.decode, of.choice.at(energy), row, in);
-        move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, of.gain, energies);
+    AVX512 static inline auto of(const Tables& t, int row_class) {
+        if constexpr (is_plain)
+            return t.of_class(row_class);
+        else
+            return Row(t, row_class, kBits);
     }
-#endif
-};
-
-// Integers of rows of one table each.
-struct Plain {
-    using Value = uint8_t;
-
-    static size_t rows(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
-                       uint16_t* energies, size_t stride, uint8_t* values) {
-        return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values, true);
-    }
-    static void row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
-                    uint8_t* row, Reader& in) {
-        if (!from) from = decode_steps(states, t, row_class, energies, tokens, row, in, true);
-        decode_plain(states, t.of_class(row_class), from, tokens, row, in);
-    }
-#ifdef HAS_AVX512
-    AVX512 static inline const uint32_t* of(const Tables& t, int row_class) { return t.of_class(row_class); }
-    AVX512 static inline void step(__m512i& state, const uint32_t* table, uint16_t*, uint8_t* row, Reader& in) {
-        decode_16(state, table, _mm512_setzero_si512(), row, in);
+    template <class Of>
+    AVX512 static inline void step(__m512i& state, const Of& of, uint16_t* energies, uint8_t* row, Reader& in) {
+        if constexpr (is_plain) {
+            decode_16(state, of, _mm512_setzero_si512(), row, in);
+        } else {
+            const __m512i energy = energies_of(energies);
+            const __m512i integer = decode_16(state, of.t.decode, of.choice.at(energy), row, in);
+            move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, of.gain, energies);
+        }
     }
 #endif
 };
@@ -636,12 +630,13 @@ const char* read_frames(const Tables& t, const uint8_t* data, size_t size, size_
     Opened in;
     if (const char* fault = in.open(t, data, size, rows, tokens)) return fault;
     uint8_t some[kTile * kWays * kGroup];
+    uint16_t unused[kWays * kGroup];  // energies
     for (size_t first = 0; first < tokens;) {
         const size_t count = groups_from(first, tokens), length = std::min(count * kGroup, tokens - first);
         Piece* pieces = &in.pieces[first / kGroup];
         for (size_t r = 0; r < rows; r += kTile) {
             const size_t now = std::min<size_t>(kTile, rows - r);
-            read_rows<Plain>(pieces, t, &in.classes[r], now, nullptr, length, length, some);
+            read_rows<Integers<true>>(pieces, t, &in.classes[r], now, unused, length, length, some);
             transpose(some, length, now, length, frames + first * rows + r, rows);
         }
         for (size_t k = 0; k < count; ++k)
@@ -1331,8 +1326,8 @@ PyObject* py_decode(PyObject*, PyObject* args) {
         return nullptr;
     const char* fault = nullptr;
     return has_memory_for([&] {
-               fault = read<Integers>(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
-                                      static_cast<uint8_t*>(out.view.buf));
+               fault = read<Integers<false>>(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+                                             static_cast<uint8_t*>(out.view.buf));
            })
                ? text_of(fault)
                : nullptr;

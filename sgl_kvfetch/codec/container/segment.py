@@ -357,7 +357,7 @@ def encode_cell(
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
             chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
             continue
-        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, frames, x)}
+        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, x, raw, frames.numel())}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream))
     return chunks
@@ -388,17 +388,19 @@ def _with_levels(
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
-def _codecs_for(cell: Cell, part: PartInfo, codec: str, frames: torch.Tensor, x: torch.Tensor) -> tuple[str, ...]:
+def _codecs_for(
+    cell: Cell, part: PartInfo, codec: str, x: torch.Tensor, raw: memoryview, frames_bytes: int
+) -> tuple[str, ...]:
     """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``.
-    ``frames``: of ``x``."""
+    ``frames_bytes``: what its frames take."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
-    is_noise = entropy_bits(_sample(x.contiguous().numpy().reshape(-1).data)) > NOISE_BITS
+    is_noise = entropy_bits(_sample(raw)) > NOISE_BITS
     if not is_values and not is_noise:
         return (codec,)
     # Where frames are larger than what they hold, zstd leaves out the rest.
-    of_noise = RawCodec.name if frames.numel() == x.numel() else ZstdCodec.name
+    of_noise = RawCodec.name if frames_bytes == len(raw) else ZstdCodec.name
     usual = of_noise if is_noise else AnsTablesCodec.name
     # In the first layer, V usually depends on the token alone, so it repeats. Only zstd finds repetitions.
     may_repeat = cell.layer_group == 0 and part.layout == "v" and _share_of_repeated(x) >= _MUCH_REPEATED

@@ -135,7 +135,7 @@ def _decode_bfloat16(bitstream: bytes | memoryview, num_bytes: int) -> bytes:
     view = memoryview(bitstream)
     exponents = _TABLES.decode(view[num_values:], (-(-num_values // _ROWS), 1, _WIDTH)).view(-1)[:num_values]
     mantissas = torch.frombuffer(bytearray(view[:num_values]), dtype=torch.uint8)
-    values = from_planes(torch.stack([mantissas, exponents]), torch.bfloat16)
+    values = from_planes((mantissas, exponents), torch.bfloat16)
     return bytes(values.view(torch.uint8).numpy())
 
 

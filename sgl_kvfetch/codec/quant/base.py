@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -265,26 +265,21 @@ class ExactQuantiser(Quantiser):
         return self.quantise_pieces([values], place)
 
     def quantise_pieces(self, pieces: Sequence[CellValues], place: CellPlace) -> Quantised:
-        return tuple(plane for tensor in zip(*pieces, strict=True) for plane in _planes_of(tensor))
+        return tuple(plane for tensor in zip(*pieces, strict=True) for plane in to_planes(*tensor))
 
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
     ) -> CellValues:
         size = dtype.itemsize
         assert len(quantised) == len(TENSORS) * size
-        k, v = (_joined([plane[tokens] for plane in quantised[i : i + size]], dtype) for i in (0, size))
-        return CellValues(k, v)
+        k, v = ((plane[tokens] for plane in quantised[i : i + size]) for i in (0, size))
+        return CellValues(from_planes(k, dtype), from_planes(v, dtype))
 
 
-def to_planes(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of ``values``, whose bits are rotated left by one: uint8 ``(itemsize, *values.shape)``, least
-    significant first."""
-    return torch.stack(_planes_of((values,)))
-
-
-def _planes_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the planes of tensors on the host that follow each other in their first dimension. Reads each of them
-    once, and copies nothing else. Each plane has memory of its own: one may be sent as it is, when the other is gone.
+def to_planes(*pieces: torch.Tensor) -> list[torch.Tensor]:
+    """Return the bytes of values whose bits are rotated left by one, uint8, least significant first: a plane for each
+    byte. ``pieces``: on the host; they follow each other in their first dimension. Each of them is read once, and
+    nothing else is copied. Each plane has memory of its own: one may be sent as it is, when the others are gone.
     """
     shape = sum(map(len, pieces)), *pieces[0].shape[1:]
     planes = [blocks.empty(shape) for _ in range(pieces[0].dtype.itemsize)]
@@ -297,15 +292,9 @@ def _planes_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return planes
 
 
-def _joined(planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the values that these planes, on the host, are of."""
-    values = torch.empty(planes[0].shape, dtype=dtype)
-    _exact.join([plane.contiguous().numpy().data for plane in planes], values.view(torch.uint8).numpy().data)
-    return values
-
-
-def from_planes(rotated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def from_planes(planes: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the values that ``to_planes`` split."""
-    assert rotated.shape[0] == dtype.itemsize
-    planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
-    return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)
+    whole = [plane.contiguous() for plane in planes]
+    values = torch.empty(whole[0].shape, dtype=dtype)
+    _exact.join([plane.numpy().data for plane in whole], values.view(torch.uint8).numpy().data)
+    return values

@@ -764,7 +764,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
 def exact_bytes(values: CellValues, which: torch.Tensor) -> torch.Tensor:
     """Return the values of some tokens, uint8 ``(n,)``: for each token K, then V, byte plane by byte plane."""
     kept = torch.cat([t[which].flatten(1) for t in values], dim=1)
-    return to_planes(kept).movedim(0, 1).flatten()
+    return torch.stack(to_planes(kept), 1).flatten()
 
 
 def require_grid(profile: Profile, first_layer: int, num_layers: int, first_head: int, num_heads: int) -> None:

@@ -64,7 +64,7 @@ def test_parts_of_neighbours_join_to_those_of_the_whole(name: PlainQuantiserName
 def test_exact_puts_the_exponent_in_the_last_plane_and_the_sign_in_the_last_bit() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.tensor([1.0, -1.0, 2.0, -0.25], dtype=dtype).view(4, 1, 1, 1)
-        planes = to_planes(values).flatten(1)
+        planes = torch.stack(to_planes(values)).flatten(1)
         assert planes[-1].tolist() == [127, 127, 128, 125]
         assert (planes[0] & 1).tolist() == [0, 1, 0, 1]
 
