@@ -49,6 +49,8 @@ _HIT_BYTES = 512  # at least what one hit takes beside its manifest
 _NO_DIGEST = "0" * 32  # of no namespace
 _VERDICTS = frozenset({"invalid", "too_large", "full", "truncated", "missing"})  # of a store that works
 
+_NO_ANSWER: Any = object()  # unlike None, which says that there is nothing
+
 Operation = Literal["lookup", "read", "write", "delete", "keep"]
 OnFailure = Callable[[Operation, StoreError], None]
 
@@ -190,21 +192,13 @@ class FrontStore(LocalStore):
 
     async def get_manifest(self, name: str) -> bytes | None:
         """Return the upstream's manifest; the directory's while the upstream does not answer."""
-
-        async def ask() -> tuple[bytes | None]:
-            return (await self.upstream.get(name),)
-
-        found: tuple[bytes | None] | None = await self._ask("read", ask, None)
-        return found[0] if found is not None else await super().get(name)
+        found: bytes | None = await self._ask("read", lambda: self.upstream.get(name), _NO_ANSWER)
+        return found if found is not _NO_ANSWER else await super().get(name)
 
     async def head(self, name: str) -> ObjectInfo | None:
         """Look in the upstream, and in the directory only while that fails: a writer leaves out what is there."""
-
-        async def ask() -> tuple[ObjectInfo | None]:
-            return (await self.upstream.head(name),)
-
-        found: tuple[ObjectInfo | None] | None = await self._ask("read", ask, None)
-        return found[0] if found is not None else await super().head(name)
+        found: ObjectInfo | None = await self._ask("read", lambda: self.upstream.head(name), _NO_ANSWER)
+        return found if found is not _NO_ANSWER else await super().head(name)
 
     async def report_damage(self, manifest_name: str) -> bool:
         """Check what the directory has; what it does not have, the upstream checks."""
