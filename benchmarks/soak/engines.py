@@ -27,7 +27,9 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import random
+import signal
 import ssl
 import statistics
 import subprocess
@@ -46,6 +48,7 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, write_json
+from harness.children import data_planes
 from harness.engine import (
     Generation,
     ServerError,
@@ -207,7 +210,7 @@ class EngineSoak:
             for name in self._random.sample(list(FAULTS), len(FAULTS)):
                 fault = FAULTS[name]
                 if fault is None:
-                    self._random.choice(_data_planes()).kill()
+                    os.kill(self._random.choice(data_planes()), signal.SIGKILL)
                 else:
                     async with asyncio.timeout(_SET_S):  # or the link would stay as it is, and nobody would know
                         await link.set(fault)
@@ -290,15 +293,6 @@ def _verify(url: str) -> str | None:
 
 def _processes() -> list[psutil.Process]:
     return [psutil.Process(), *psutil.Process().children(recursive=True)]
-
-
-def _data_planes() -> list[psutil.Process]:
-    found = []
-    for process in _processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "sgl_kvfetch.plane" in " ".join(process.cmdline()).split():  # of a forked one, it is one word
-                found.append(process)
-    return found
 
 
 def _memory_mib() -> float:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Set
 from typing import Protocol
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from harness.engine import Generation, SGLangServer
@@ -72,16 +71,6 @@ def is_data(method: str, path: str) -> bool:
 
 def is_write(method: str, path: str) -> bool:
     return method == "PUT"
-
-
-def data_planes() -> list[int]:
-    """The processes of the data planes that run, of all servers that this process has started."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "sgl_kvfetch.plane" in " ".join(process.cmdline()).split():  # of a forked one, it is one word
-                found.append(process.pid)
-    return found
 
 
 FAULTS: list[tuple[str, Fault, str, set[str]]] = [

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from harness.children import data_planes
 from harness.engine import SGLangServer
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import DEADLINE_S, SLACK_S, data_planes, fetch_again
+from tests.e2e.faults import DEADLINE_S, SLACK_S, fetch_again
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness.children import data_planes
 from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written, written
@@ -24,7 +25,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import make_prompt
 from tests.e2e.device import begin, load_of, wait_until_parked
-from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, data_planes, fetch_again, is_data, is_write, misses
+from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, fetch_again, is_data, is_write, misses
 from tests.e2e.shared import Shared, attach, detach
 from tests.reasons import assert_why, reasons_in
 from tests.tools.conftest import kvfetch, kvfetch_json
