@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 INSTALL = re.compile(r"(/\S+/python) -m pip install '\.\[codec\]' in a checkout")
 REQUIREMENTS = ROOT / "deploy" / "requirements-store.txt"
 
-# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts
+# Each command's arguments and exit code, and what it says. Words in capitals are replaced (`words` below). S3, texts
 # and `bench` need packages or servers that a store's machine lacks.
 RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: numpy is not installed here"),
     "encode": ("STORE", 2, "encode needs torch, which is not installed here"),
     "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install '.[s3]' in a checkout"),
-    "gc": ("FOLDER --dry-run", 0, "would delete 0 segments"),
+    "gc": ("ALONE --dry-run", 0, "would delete 0 segments"),
     "clear": ("STORE --dry-run", 0, "2 segments"),
     "move": ("STORE EMPTY --copy", 0, "2 segments copied"),
     "pin": ("STORE", 0, "no pins"),
@@ -100,8 +100,9 @@ def test_a_store_runs(kvfetch: str, tmp_path: Path) -> None:
 
 def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path) -> None:
     assert RUNS.keys() == COMMANDS.keys()
-    folder, empty = tmp_path / "store", tmp_path / "empty"
+    folder, alone, empty = tmp_path / "store", tmp_path / "alone", tmp_path / "empty"
     empty.mkdir()
+    store_pages(alone, 8, range(2))  # that no store serves
     store_pages(folder, 8, range(2))
     put(folder, make_segment(num_pages=1, codec="zstd")[0])
     config, file = tmp_path / "config.json", tmp_path / "file"
@@ -110,7 +111,7 @@ def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path
     with StoreProcess(folder, command=[kvfetch]) as store:
         words = {
             "STORE": store.url,
-            "FOLDER": str(folder),
+            "ALONE": str(alone),
             "EMPTY": str(empty),
             "CONFIG": str(config),
             "FILE": str(file),
