@@ -27,7 +27,6 @@ _START = re.compile(r"(?:[A-Z_]+=\S+ )*(?=kvfetch |python -m benchmarks|scripts/
 _COMMENT = re.compile(r"\s#.*")  # shlex would take STORE#PREFIX for one
 _NOT_COMMANDS = {
     "kvfetch: ..., namespace ...",  # a message
-    "kvfetch search-layout",  # decision 14 says that it was removed
 }
 _HARMLESS = ("inspect", "verify", "pin", "unpin", "gc")  # these run, on a store of this test
 _MODULES = {"scripts/demo": "benchmarks.demo", "scripts/gpu_check": "benchmarks.gpu_check"}  # where their options are
