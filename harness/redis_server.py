@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -60,17 +61,35 @@ class RedisProcess:
 
     def start(self) -> None:
         """Start an empty server, and wait until it answers. Raises RuntimeError if it does not."""
-        assert REDIS is not None, REDIS_MISSING
-        assert self._process is None, "already started"
         Path(self._folder.name, "nodes.conf").unlink(missing_ok=True)  # which a killed server of a cluster leaves
-        self._process = start_child(
-            [REDIS, *self._args, "--dir", self._folder.name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+        self._begin()
         self._wait_for(self.client.ping)
         if self._is_cluster:
             commands: Any = self.client
             commands.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
             self._wait_for(lambda: b"cluster_state:ok" in commands.execute_command("CLUSTER", "INFO"))
+
+    def _begin(self, *args: str) -> None:
+        assert REDIS is not None, REDIS_MISSING
+        assert self._process is None, "already started"
+        command = [REDIS, *self._args, "--dir", self._folder.name, *args]
+        self._process = start_child(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def restart(self) -> None:
+        """Restart with the data that are here. Until `end_loading`, the server loads them, and refuses commands."""
+        commands: Any = self.client
+        # While it loads, it looks at commands each time that it has read a kilobyte.
+        commands.mset({f"filling{i}": os.urandom(2048) for i in range(1000)})
+        self._wait_for(lambda: commands.info("persistence")["rdb_bgsave_in_progress"] == 0)  # for a replica
+        commands.save()
+        self.kill()
+        self._begin("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
+        self._wait_for(lambda: commands.info("persistence")["loading"] == 1)
+
+    def end_loading(self) -> None:
+        commands: Any = self.client
+        commands.config_set("key-load-delay", 0)
+        self._wait_for(commands.ping)
 
     def replicate(self, primary: RedisProcess) -> None:
         """Become a replica of ``primary``, and wait until all its data are here."""

@@ -90,15 +90,6 @@ for i, key in ipairs(KEYS) do
 end
 return 1
 """
-# What a server answers that is a replica, has lost its primary, or still loads its data. Redis's client has a class for
-# each, but not if the answer comes from within a script of Redis 6.2.
-_ELSEWHERE_ERRORS = (
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.MasterDownError,
-    redis.exceptions.BusyLoadingError,
-)
-_ELSEWHERE = re.compile(r"\b(READONLY|MASTERDOWN|LOADING)\b")
-_ELSEWHERE_PAUSE_S = 1.0
 _LEASE_S = 30
 _KEYS_AT_ONCE = 512  # in a script, which nothing else can interrupt
 _USES_AT_ONCE = 16 * _KEYS_AT_ONCE  # in a round trip
@@ -173,9 +164,9 @@ class PageIndex:
 
     All methods raise StoreError. After three failures in a row they do so at once, for 1 to 30 s (``skipped``).
 
-    After a failover, the old primary may live on as a replica, and keep our connections. So when a server says that
-    it cannot serve, the connections are closed, and the call is tried once more: the URL may lead to another server by
-    now. A server that says so does not let requests wait, so it is left alone for at most 1 s.
+    Redis's client connects anew and asks once more if a connection breaks, or leads to a replica: after a failover, the
+    old primary may live on as one, and keep our connections. After a failure, no connection is kept: the URL may lead
+    to another server by then.
     """
 
     def __init__(self, options: IndexOptions, store_url: str) -> None:
@@ -296,27 +287,19 @@ class PageIndex:
         if self._breaker.is_open(time.monotonic()):
             raise StoreError("skipped", f"{what}: the index keeps failing", retriable=True)
 
-        async def run() -> list[object]:
-            pipeline = self._connected().pipeline(transaction=False)
-            for part in parts:
-                arguments = [values[i] for i in part] if values else []
-                pipeline.eval(script, len(part), *(keys[i] for i in part), ttl, *arguments)
-            return cast(list[object], await pipeline.execute())
-
+        client = self._connected()
+        pipeline = client.pipeline(transaction=False)
+        for part in parts:
+            arguments = [values[i] for i in part] if values else []
+            pipeline.eval(script, len(part), *(keys[i] for i in part), ttl, *arguments)
         try:
             async with asyncio.timeout(self.options.timeout_s):
-                try:
-                    answers = await run()
-                except redis.exceptions.RedisError as e:
-                    if not _is_elsewhere(e):
-                        raise
-                    await self._connected().aclose()  # its connections; the next call makes new ones
-                    answers = await run()
+                answers = cast(list[object], await pipeline.execute())
         except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TypeError) as e:
             # TypeError is how its parser fails at a map with a list as a key. The rest of that answer must not be read.
-            if isinstance(e, TypeError):
-                await self.close()
-            self._breaker.failed(time.monotonic(), _ELSEWHERE_PAUSE_S if _is_elsewhere(e) else None)
+            with suppress(redis.exceptions.RedisError):
+                await client.aclose()  # its connections; the next call makes new ones
+            self._breaker.failed(time.monotonic())
             error = _store_error(f"index {self.options.label}: {what}", e)
             self.options.on_failure(error)
             raise error from e
@@ -330,15 +313,11 @@ class PageIndex:
                 self.options.url.replace("+cluster", "", 1),
                 password=environment_secret(PASSWORD_ENV),  # one in the URL goes before it
                 socket_connect_timeout=self.options.timeout_s,
-                # A connection that was idle may be dead by now. Nothing else is tried again: callers do without.
+                # At once, and once: callers do without. A connection that was idle may be dead by now.
                 retry=Retry(NoBackoff(), 1),
+                retry_on_error=[redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownError],
             )
         return self._client
-
-
-def _is_elsewhere(error: Exception) -> bool:
-    """Return whether a server says that it cannot serve, though another may."""
-    return isinstance(error, _ELSEWHERE_ERRORS) or bool(_ELSEWHERE.search(str(error)))
 
 
 _LACKS_RIGHT = re.compile(r"NOPERM|no permissions|can't (?:run this|access at least)")
@@ -348,29 +327,32 @@ _RIGHTS = (
 )
 
 
+def _said(error: BaseException) -> str:
+    """Return what a server says. The client puts the command before it."""
+    return str(error).rpartition("caused error: ")[2]
+
+
 def _missing_right(error: BaseException | None) -> str | None:
     """Return what a server says that refuses a command to our user, or None. The cluster's client hides such an answer
     behind an error of its own, and within a script, it has no class."""
     while error is not None:
         if isinstance(error, redis.exceptions.NoPermissionError) or _LACKS_RIGHT.search(str(error)):
-            return str(error).rpartition("caused error: ")[2]
+            return _said(error)
         error = error.__cause__ or error.__context__
     return None
 
 
 def _store_error(what: str, error: Exception) -> StoreError:
-    if _is_elsewhere(error):
-        message = f"{what}: the server is a replica, or still loads its data; the URL must lead to the primary"
-        return StoreError("server", message, retriable=True)
     if (refused := _missing_right(error)) is not None:
         return StoreError("unauthorised", f"{what}: {refused}; {_RIGHTS}")
+    said = _said(error)
     match error:
         case TimeoutError() | redis.exceptions.TimeoutError():
             return StoreError("timeout", f"{what}: no answer in time", retriable=True)
         case redis.exceptions.AuthenticationError():
-            return StoreError("unauthorised", f"{what}: {error}")
+            return StoreError("unauthorised", f"{what}: {said}")
         case redis.exceptions.OutOfMemoryError():
-            return StoreError("full", f"{what}: {error}", retriable=True)
+            return StoreError("full", f"{what}: {said}", retriable=True)
         case redis.exceptions.ConnectionError() | redis.exceptions.RedisClusterException() | OSError():
-            return StoreError("refused", f"{what}: {error}", retriable=True)
-    return StoreError("server", f"{what}: {error}", retriable=True)
+            return StoreError("refused", f"{what}: {said}", retriable=True)
+    return StoreError("server", f"{what}: {said}", retriable=True)

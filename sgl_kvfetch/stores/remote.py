@@ -219,10 +219,8 @@ class Breaker:
         self._num_failures = 0
         self._open_until_s = float("-inf")
 
-    def failed(self, now_s: float, longest_pause_s: float | None = None) -> None:
-        """Note a failure. ``longest_pause_s``: after this one; None for the breaker's own."""
+    def failed(self, now_s: float) -> None:
         self._num_failures += 1
         over = self._num_failures - self._threshold
         if over >= 0:
-            longest_s = self._longest_pause_s if longest_pause_s is None else longest_pause_s
-            self._open_until_s = now_s + min(longest_s, self._first_pause_s * 2.0 ** min(over, 30))
+            self._open_until_s = now_s + min(self._longest_pause_s, self._first_pause_s * 2.0 ** min(over, 30))

@@ -1,28 +1,29 @@
-"""The index of pages, while its Redis fails over: the old primary lives on as a replica, and keeps its connections."""
+"""The index of pages, while its Redis fails over or restarts."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import closing
 
 import pytest
 
+from harness.engine import free_port
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess, RedisService, fail_over
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from harness.waiting import WAIT_S, until
+from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
+from sgl_kvfetch.stores.remote import Breaker
 
 pytestmark = pytest.mark.process
 
 URL = f"s3://{BUCKET}/kv"
-CHAIN = page_hashes(16)
+CHAIN = page_hashes(24)
 SEGMENT = make_segment(CHAIN, 0, 16)
+KEY = SEGMENT.manifest.key
 ENTRIES = [Entry(page, 4, CHAIN[15]) for page in range(16)]
 
 
@@ -59,175 +60,114 @@ async def pages(options: IndexOptions) -> AsyncIterator[PageIndex]:
     await index.close()
 
 
-async def test_lookups_follow_a_failover(
-    s3: S3Server,
-    s3_proxy: FaultyProxy,
-    pair: tuple[RedisProcess, RedisProcess],
-    service: RedisService,
-    options: IndexOptions,
-    failures: list[StoreError],
-) -> None:
-    store = IndexedS3Store(URL, options, config=s3_config(s3_proxy.url))
-    await put_segment(store, SEGMENT)
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
-    await asyncio.to_thread(fail_over, *pair)
-    service.lead_to(pair[1])
-    s3_proxy.requests.clear()
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
-    assert len(s3_proxy.requests) == 1  # the manifest; by names, there would be more
-    assert not failures
-    await store.close()
+class Lookups:
+    """Lookups of a store whose index is asked each time, however often it has failed."""
+
+    def __init__(self, options: IndexOptions, s3_proxy: FaultyProxy) -> None:
+        self.store = IndexedS3Store(URL, options, config=s3_config(s3_proxy.url))
+        self.store._index._breaker = Breaker(threshold=1 << 30)
+        self._requests = s3_proxy.requests
+
+    async def num_gets(self, *expected: tuple[int, int]) -> int:
+        """Return how many requests to S3 a lookup takes: with the index, one for each segment that it finds."""
+        await self.store._mending.join()
+        self._requests.clear()
+        assert parts(await self.store.lookup(FOLDER, CHAIN)) == list(expected)
+        return len(self._requests)
 
 
-async def test_an_address_that_stays_with_the_replica_is_counted_and_warned_of(
-    s3: S3Server,
-    s3_proxy: FaultyProxy,
+@pytest.fixture
+async def lookups(s3: S3Server, s3_proxy: FaultyProxy, options: IndexOptions) -> AsyncIterator[Lookups]:
+    lookups = Lookups(options, s3_proxy)
+    await put_segment(lookups.store, SEGMENT)
+    assert await lookups.num_gets((0, 16)) == 1
+    yield lookups
+    await lookups.store.close()
+
+
+async def test_the_index_is_done_without_while_its_address_leads_to_a_replica(
+    lookups: Lookups,
     pair: tuple[RedisProcess, RedisProcess],
     service: RedisService,
-    options: IndexOptions,
     failures: list[StoreError],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As soon as the address leads to the primary, lookups take one request again."""
-    store = IndexedS3Store(URL, options, config=s3_config(s3_proxy.url))
-    await put_segment(store, SEGMENT)
     await asyncio.to_thread(fail_over, *pair)
-
-    async def lookup_requests() -> int:
-        s3_proxy.requests.clear()
-        assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
-        await store._mending.join()
-        return len(s3_proxy.requests)
-
-    async def has_failed(times: int) -> bool:
-        assert await lookup_requests() > 1
-        return len(failures) >= times
-
-    await until(lambda: has_failed(8))  # far more than after which an index that does not answer is left alone for long
+    for _ in range(3):
+        assert await lookups.num_gets((0, 16)) > 1
     assert {error.reason for error in failures} == {"server"}
     (record,) = caplog.records
-    assert "a replica" in record.message
+    assert "a read only replica" in record.message
     assert "is used without it" in record.message
-
-    assert not store._index._breaker.is_open(time.monotonic() + 1.0)
     service.lead_to(pair[1])
-
-    async def is_asked_again() -> bool:
-        return await lookup_requests() == 1
-
-    await until(is_asked_again)
-    await store.close()
+    assert await lookups.num_gets((0, 16)) == 1
 
 
-async def _sweep(index: PageIndex) -> None:
-    async with index.sweeping():
-        pass
+async def test_the_index_is_done_without_while_its_server_loads(
+    lookups: Lookups, pair: tuple[RedisProcess, RedisProcess], failures: list[StoreError]
+) -> None:
+    await asyncio.to_thread(pair[0].restart)
+    await put_segment(lookups.store, make_segment(CHAIN, 16, 8))  # which is not entered
+    assert await lookups.num_gets((0, 16), (0, 8)) > 2
+    assert {error.reason for error in failures} == {"refused"}
+    assert "Redis is loading the dataset in memory" in str(failures[0])
+    await lookups.store._mending.join()
+    await asyncio.to_thread(pair[0].end_loading)
+    num_failures = len(failures)
+    assert await lookups.num_gets((0, 16)) == 1  # as with any entry that is missing, until a lookup goes by names
+    assert len(failures) == num_failures
 
 
-CALLS: dict[str, Callable[[PageIndex], Awaitable[object]]] = {
-    "find": lambda index: index.find(FOLDER, CHAIN),
-    "add": lambda index: index.add(SEGMENT.manifest),
-    "remove": lambda index: index.remove(FOLDER, dict(zip(CHAIN, ENTRIES, strict=True))),
-    "note uses": lambda index: index.note_uses({SEGMENT.manifest.key: 5.0}),
-    "sweep": _sweep,
-}
+async def _uses(index: PageIndex) -> object:
+    return await index.last_uses([KEY])
 
 
-@pytest.mark.parametrize("call", CALLS)
-async def test_each_script_follows_a_failover(
-    call: str,
+async def _entries(index: PageIndex) -> object:
+    return await index.find(FOLDER, CHAIN[:16])
+
+
+@pytest.mark.parametrize(
+    ("call", "expected", "has_primary"),
+    [(_entries, ENTRIES, True), (_uses, [5.0], False)],
+    ids=["READONLY", "MASTERDOWN"],
+)
+async def test_calls_follow_a_failover(
+    call: Callable[[PageIndex], Awaitable[object]],
+    expected: list[object],
+    has_primary: bool,
     pages: PageIndex,
     pair: tuple[RedisProcess, RedisProcess],
     service: RedisService,
     failures: list[StoreError],
 ) -> None:
+    """Many at the same time, each on a connection of its own that the old primary keeps. It is a replica now, and
+    answers reads, too, with an error if it has lost its primary."""
     await pages.add(SEGMENT.manifest)
-    await asyncio.to_thread(fail_over, *pair)
-    with pytest.raises(StoreError, match="a replica"):
-        await CALLS[call](pages)
-    assert len(failures) == 1
-    service.lead_to(pair[1])
-    await CALLS[call](pages)
-    assert len(failures) == 1
-    expected = [None] * 16 if call == "remove" else ENTRIES
-    assert await pages.find(FOLDER, CHAIN) == expected
-
-
-async def test_calls_at_the_same_time_follow_a_failover(
-    pages: PageIndex, pair: tuple[RedisProcess, RedisProcess], service: RedisService, failures: list[StoreError]
-) -> None:
-    """Each finds out on a connection of its own, and closes those of the others."""
-    await pages.add(SEGMENT.manifest)
-    await asyncio.gather(*(pages.find(FOLDER, CHAIN) for _ in range(20)))
+    await pages.note_uses({KEY: 5.0})
+    await asyncio.gather(*(call(pages) for _ in range(20)))
     assert service.num_connections > 1
     await asyncio.to_thread(fail_over, *pair)
+    if not has_primary:
+        pair[0].client.config_set("replica-serve-stale-data", "no")
+        pair[0].client.execute_command("REPLICAOF", "127.0.0.1", free_port())
     service.lead_to(pair[1])
     for _ in range(3):
-        assert await asyncio.gather(*(pages.find(FOLDER, CHAIN) for _ in range(20))) == [ENTRIES] * 20
+        assert await asyncio.gather(*(call(pages) for _ in range(20))) == [expected] * 20
     assert not failures
 
 
-async def test_a_replica_without_its_primary(
-    pages: PageIndex, pair: tuple[RedisProcess, RedisProcess], service: RedisService
+async def test_after_a_failure_no_connection_is_kept(
+    pages: PageIndex, pair: tuple[RedisProcess, RedisProcess], service: RedisService, failures: list[StoreError]
 ) -> None:
-    """It answers MASTERDOWN to reads, too."""
-    primary, replica = pair
+    """The server that refused a command goes on, and would answer the next."""
+    full, other = pair
+    other.promote()
+    await asyncio.gather(*(pages.find(FOLDER, CHAIN) for _ in range(20)))
+    full.client.config_set("maxmemory", 1)
+    with pytest.raises(StoreError, match="'maxmemory'") as caught:
+        await pages.add(SEGMENT.manifest)
+    assert caught.value.reason == "full"
+    service.lead_to(other)
     await pages.add(SEGMENT.manifest)
-    await asyncio.to_thread(fail_over, primary, replica)
-    primary.client.config_set("replica-serve-stale-data", "no")
-    replica.kill()
-    await until(lambda: primary.client.info("replication")["master_link_status"] == "down")
-    with pytest.raises(StoreError, match="a replica"):
-        await pages.last_uses([SEGMENT.manifest.key])
-    primary.promote()
-    assert await pages.find(FOLDER, CHAIN) == ENTRIES
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "LOADING Redis is loading the dataset in memory",
-        # As Redis 6.2 words what a script's call was refused with.
-        "@user_script: 3: -READONLY You can't write against a read only replica.",
-    ],
-    ids=["loading", "6.2"],
-)
-async def test_other_answers_of_a_server_that_cannot_serve_yet(answer: str, index: RedisProcess) -> None:
-    """The connection is closed, and the next one leads elsewhere."""
-    num_refused = 0
-
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal num_refused
-        with closing(writer):
-            if num_refused:
-                their_reader, their_writer = await asyncio.open_connection("127.0.0.1", index.port)
-                with closing(their_writer):
-                    while command := await reader.read(1 << 16):
-                        their_writer.write(command)
-                        writer.write(await their_reader.read(1 << 16))
-                return
-            while command := await reader.read(1 << 16):
-                is_script = b"EVAL" in command
-                num_refused += is_script
-                writer.write(f"-{answer}\r\n".encode() if is_script else b"+OK\r\n" * command.count(b"*"))
-
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        pages = PageIndex(IndexOptions(f"redis://127.0.0.1:{port}", timeout_s=WAIT_S), URL)
-        assert await pages.find(FOLDER, CHAIN) == [None] * 16
-        assert num_refused == 1
-        await pages.close()
-
-
-async def test_a_user_who_may_not_run_a_command_is_not_told_that_nothing_is_there(index: RedisProcess) -> None:
-    pages = PageIndex(IndexOptions(index.url, timeout_s=WAIT_S), URL)
-    await pages.add(SEGMENT.manifest)
-    index.client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+eval", "+set", "+get")
-    limited = PageIndex(IndexOptions(index.url.replace("//", "//reader:secret@"), timeout_s=WAIT_S), URL)
-    try:
-        with pytest.raises(StoreError, match=r"permission|can't run"):
-            await limited.find(FOLDER, CHAIN)
-    finally:
-        index.client.execute_command("ACL", "DELUSER", "reader")
-        await limited.close()
-        await pages.close()
+    assert await pages.find(FOLDER, CHAIN[:16]) == ENTRIES
+    assert other.client.dbsize() == 16
