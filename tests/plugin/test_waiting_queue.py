@@ -39,7 +39,7 @@ class Linker:
         returning, self.returning = self.returning, []
         return returning
 
-    def hold_back(self, free_tokens: Callable[[], int | None]) -> None:
+    def hold_back(self, free_tokens: Callable[[], float]) -> None:
         pass
 
     def retain(self, rids: Collection[str]) -> None:

@@ -32,7 +32,7 @@ from sgl_kvfetch.plugin.device.pages import (
     open_gpu,
     open_pools,
 )
-from sgl_kvfetch.plugin.device.parking import Board, Prefix, Prefixes
+from sgl_kvfetch.plugin.device.parking import Board, Prefixes
 from sgl_kvfetch.plugin.hooks import try_to_connect
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
@@ -98,8 +98,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self._arrive: Callable[[Sequence[str], Mapping[str, int]], None] | None = None
         is_writer = not self._rank.is_mla_model or self._rank.tp_rank == 0  # all ranks have the same latent vectors
         self._offloads = Offloads(self._pages, pools, is_writer=is_writer)
-        self._loads: dict[str, tuple[Prefix, Load]] = {}  # queued, by request id
-        self._loading: dict[str, Prefix] = {}  # begun, until their batch has computed
+        self._loads: dict[str, Load] = {}  # queued, by request id
         self._parts: _Parts | None = None
         self._changed: list[Any] = []  # handles that were left when the store was detached
         self.connect((extra_config or {}).get("config"))
@@ -245,7 +244,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         if self._parts is not None:
             self._parts.prefixes.leave(req.rid)
 
-    def hold_back(self, free_tokens: Callable[[], int | None]) -> None:
+    def hold_back(self, free_tokens: Callable[[], float]) -> None:
         """Let requests wait whose staged pages have no room in the pool: see `Prefixes.hold_back`."""
         if self._parts is not None:
             self._parts.prefixes.hold_back(free_tokens)
@@ -265,10 +264,8 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
     def batch_ended(self, batch: Any, now_s: float) -> None:
         """Note that SGLang has processed the result of a batch."""
         self.prefill_meter.finished(batch, now_s)
-        for req in batch.reqs if self._loading else ():
-            prefix = self._loading.pop(req.rid, None)
-            if prefix is not None and self._parts is not None:
-                self._parts.prefixes.loaded(prefix)
+        if self._parts is not None:
+            self._parts.prefixes.computed(batch.reqs)
 
     # Reading
 
@@ -288,44 +285,38 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         parts = self._parts
         assert parts is not None
         transfer = _kv(transfers)
-        prefix = parts.prefixes.take(rid)
-        first_page = prefix.first_page(transfer.keys[0])
-        assert first_page is not None
-        assert prefix.work is not None
-        assert prefix.staged is not None
-        on_end = partial(self._unstage, parts.plane, prefix.work)
-        num_pages, size = len(transfer.keys), self._pages.geometry.page_size
-        staged = prefix.staged.of_pages(range(first_page, first_page + num_pages), size)
+        work, staged = parts.prefixes.take(rid, transfer.keys)
+        on_end = partial(self._unstage, parts.plane, work)
         side_transfers = _sides(transfers)
         pages = {page_hash: page for page, page_hash in enumerate(transfer.keys)} if side_transfers else {}
         sides = [
             SideSlots(str(each.name), [pages[page_hash] for page_hash in each.keys], each.device_indices)
             for each in side_transfers
         ]
-        sides += [SideSlots(name, range(num_pages), transfer.device_indices) for name in self._pools.following]
+        sides += [SideSlots(name, range(len(transfer.keys)), transfer.device_indices) for name in self._pools.following]
         self._offloads.loaded(side_transfers)
-        self._loads[rid] = prefix, Load(staged, transfer.device_indices, on_end, sides)
+        self._loads[rid] = Load(staged, transfer.device_indices, on_end, sides)
         return True
 
     def _unstage(self, plane: DataPlane, work: int, is_sound: bool) -> None:
         plane.unstage(work, is_sound=is_sound, takes_code=self._loader.restores_code)
 
     def cancel_queued_load(self, rid: str) -> bool:
-        queued = self._loads.pop(rid, None)
-        if queued is None:
+        load = self._loads.pop(rid, None)
+        if load is None:
             return False
-        prefix, load = queued
         load.on_end(True)
         if self._parts is not None:
-            self._parts.prefixes.loaded(prefix)
+            self._parts.prefixes.end_load(rid)
         return True
 
     def start_layer_wise_loading(self) -> int:
         if not self._loads:
             return -1
         loads, self._loads = self._loads, {}
-        self._loading |= {rid: prefix for rid, (prefix, _) in loads.items()}
-        return self._loader.begin([load for _, load in loads.values()])
+        if self._parts is not None:
+            self._parts.prefixes.begin_loads()
+        return self._loader.begin(list(loads.values()))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._loader.finish(counter_index)
@@ -369,11 +360,10 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
             self._parts.prefixes.drop_all()
             self._parts.plane.flush()
         self._offloads.drop_all()
-        for _, load in self._loads.values():
+        for load in self._loads.values():
             load.on_end(True)
         self._loads.clear()
         self._loader.reset()
-        self._loading.clear()
 
     def close(self) -> None:
         self.detach()

@@ -6,6 +6,7 @@ These are all hooks of device mode. `plugin/seams.py` says where each one is ins
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, SupportsIndex
@@ -175,10 +176,11 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
     return queue.form_batch(original, scheduler, *args, **kwargs)
 
 
-def _free_tokens(scheduler: Any) -> int | None:
-    """Return how many tokens the pool has room for beside those that run; None if nothing runs that could make room."""
+def _free_tokens(scheduler: Any) -> float:
+    """Return how many tokens the pool has room for beside those that run; infinite if nothing runs that could make
+    room."""
     if not _runs(scheduler):
-        return None
+        return math.inf
     return spare_tokens(scheduler.tree_cache) - reserved_tokens(scheduler)
 
 

@@ -175,7 +175,7 @@ def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(
 def staged_code(rig: Rig, tokens: list[int]) -> Any:
     """Return the cells of a prompt as they are staged for a request that then leaves."""
     request = rig.arrive_staged(tokens)
-    cells = rig.parts.prefixes._prefixes[request.rid].staged.code.cells.copy()
+    cells = rig.parts.prefixes._prefixes[request.rid].state.values.code.cells.copy()
     rig.linker.leave(request)
     rig.hear_plane()
     return cells
@@ -311,7 +311,7 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     rig.hear_plane()
     request = rig.arrive_staged(tokens)
     assert request.rid in rig.parts.prefixes._prefixes
-    assert rig.parts.prefixes._prefixes[request.rid].staged.code is None
+    assert rig.parts.prefixes._prefixes[request.rid].state.values.code is None
     assert rig.admit(request) == [len(tokens)]
     assert request.discard_output_reason is None
     rig.assert_nothing_held()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -295,7 +296,7 @@ def test_a_staged_request_is_not_held_back_if_nothing_else_runs(make: MakeRig) -
     request = rig.arrive_staged(prompt(0))
     rig.linker.hold_back(lambda: 0)
     assert rig.is_parked(request)
-    rig.linker.hold_back(lambda: None)
+    rig.linker.hold_back(lambda: math.inf)
     assert not rig.is_parked(request)
     rig.linker.hold_back(lambda: 0)
     rig.linker.leave(request)

@@ -102,7 +102,7 @@ def memory_of(rig: Rig) -> MemoryCache:
 def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
     """Return a request that waits for admission, and the cells that it has."""
     request = rig.arrive_staged(tokens)
-    cells: np.ndarray = rig.parts.prefixes._prefixes[request.rid].staged.code.cells
+    cells: np.ndarray = rig.parts.prefixes._prefixes[request.rid].state.values.code.cells
     return request, cells
 
 
