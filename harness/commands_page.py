@@ -48,6 +48,19 @@ then one line on stderr says why. `python -m harness.commands_page` wrote this p
 _SHARED = """
 ## Options of several commands
 """
+_ENVIRONMENT = """
+## The environment
+
+| variable | |
+|---|---|
+| `KVFETCH_TOKEN` | the token of an HTTP store, unless `--token-file` is given |
+| `KVFETCH_TLS_CLIENT_CERT`, `KVFETCH_TLS_CLIENT_KEY` | PEM files with our certificate, for a store that demands one \
+(`--tls-client-ca`), and with its key, unless that is in the same file |
+| `SSL_CERT_FILE` | PEM file with the CAs that stores' certificates are checked against, in the place of the system's |
+| `KVFETCH_INDEX_PASSWORD` | the password of an index that `--index` names: other users can see options |
+| `SGLANG_API_KEY` | the key of an SGLang server (`--server`) |
+| `AWS_*` | [settings](s3.md#settings) of `s3://` stores |
+"""
 
 
 def page() -> str:
@@ -63,7 +76,7 @@ def page() -> str:
         lines.append("")
     for name, command in commands.items():
         lines += _section(name, command, shared)
-    return "\n".join([*lines, _SHARED, *sorted(shared)]) + "\n"
+    return "\n".join([*lines, _SHARED, *sorted(shared), _ENVIRONMENT])
 
 
 def _more(name: str) -> str:

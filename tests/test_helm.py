@@ -31,7 +31,7 @@ ALL = {
 }
 ALL_MONITORS = {"serviceMonitor.enabled": "true"}
 OF_THE_CHART = {  # what it sets itself, and what makes no sense in a pod
-    "serve": {"host", "port", "capacity", "token", "token-file", "tls-cert", "tls-key", "insecure", "help"},
+    "serve": {"host", "port", "capacity", "token-file", "tls-cert", "tls-key", "insecure", "help"},
     "compare": {"server", "prompts", "every", "metrics", "json", "help"},
 }
 BIG = {"capacity": "2TiB"}  # more than the volume

@@ -17,7 +17,7 @@ from sgl_kvfetch.server.tokens import Role, TokenFile
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV
 from sgl_kvfetch.stores.remote import TlsFiles
 from sgl_kvfetch.tools.estimate import values_per_token
-from sgl_kvfetch.tools.terminal import read_token
+from sgl_kvfetch.tools.terminal import StoreAccess
 from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret
 
 KEY = "0f" * 32
@@ -30,7 +30,7 @@ INVISIBLE = "\u200b"  # a space of no width, as web pages have them
 READERS: dict[str, tuple[str, Callable[[Path], object], object]] = {
     "one token": (TOKEN, lambda path: TokenFile(path).role_of(f"Bearer {TOKEN}"), Role.ADMIN),
     "tokens": (f"read {TOKEN}\n", lambda path: TokenFile(path).role_of(f"Bearer {TOKEN}"), Role.READ),
-    "a client's token": (f"{TOKEN}\r\n", lambda path: read_token(None, path), TOKEN),
+    "a client's token": (f"{TOKEN}\r\n", lambda path: StoreAccess(token_file=path).secret, TOKEN),
     "keys": (f"{KEY}\r\n", lambda path: StoreKeys.read(path).ids, StoreKeys(bytes.fromhex(KEY)).ids),
     "a text": ("hello", read_texts, ["hello"]),
     "prompts": ('{"prompt": [1, 2]}\n', read_prompts, [[1, 2]]),
@@ -89,9 +89,9 @@ def test_secrets_of_the_environment_are_stripped(monkeypatch: pytest.MonkeyPatch
         assert environment_secret(name) == "s3cret"
         monkeypatch.setenv(name, "\n")
         assert environment_secret(name) is None
-    assert parse_config({"store": "http://store:8700"}, {TOKEN_ENV: "s3cret\n"}).token == "s3cret"
     monkeypatch.setenv(TOKEN_ENV, "s3cret\n")
-    assert read_token(None, None) == "s3cret"
+    assert parse_config({"store": "http://store:8700"}).store_token() == "s3cret"
+    assert StoreAccess().secret == "s3cret"
 
 
 def test_a_ca_file_with_a_byte_order_mark_is_an_error(tmp_path: Path) -> None:

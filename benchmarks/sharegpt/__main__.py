@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         method=METHOD,
         dataset=_dataset_json(args, workload),
         server=asdict(workload.server) if workload.server else None,
-        config=_config_json(args),
+        config=report.settings(args),
     )
     console.print(make_table("Measured phase", ("", *(run.name for run in runs)), table_rows(content["runs"])))
     _warn(content["runs"], console)
@@ -85,11 +85,6 @@ def _dataset_json(args: argparse.Namespace, workload: Workload) -> dict[str, Any
         "max_input_tokens": workload.max_input_tokens,
         "token_ids": workload.token_ids,
     }
-
-
-def _config_json(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the command line as JSON, without secrets."""
-    return report.settings(args) | {"kvfetch": {k: "(hidden)" if k == "token" else v for k, v in args.kvfetch.items()}}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -85,7 +85,7 @@ class KVFetchStorage(Backend):
     fills = True
 
     def __init__(self, store_url: str, config: Mapping[str, Any]) -> None:
-        shown = {"quantiser": "exact", "codec": "hevc"} | {k: v for k, v in config.items() if k != "token"}
+        shown = {"quantiser": "exact", "codec": "hevc"} | config
         settings = ", ".join(f"{key} {value}" for key, value in shown.items())
         self.description = f"this project's backend: {settings}, over {store_url}"
         config = {"prefetch_threshold": PREFETCH_THRESHOLD_TOKENS, "host_pool_gb": 1, **config}
@@ -120,7 +120,7 @@ def open_backend(name: str, store: str | None, config: Mapping[str, Any]) -> Ite
         elif store is not None:
             yield KVFetchStorage(store, config)
         else:
-            args = ["--token", config["token"]] if "token" in config else []
+            args = ["--token-file", config["token_file"]] if "token_file" in config else []
             with StoreProcess(folder, extra_args=args) as process:
                 yield KVFetchStorage(process.url, config)
 

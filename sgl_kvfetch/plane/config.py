@@ -36,7 +36,7 @@ from sgl_kvfetch.codec.quant.registry import (
 from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import is_unicode
-from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token
+from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token, takes_token
 from sgl_kvfetch.stores.open import STORE_URLS
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from sgl_kvfetch.user_files import (
@@ -48,7 +48,7 @@ from sgl_kvfetch.user_files import (
     read_token_file,
 )
 
-_SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
+_SECRET_KEYS = frozenset({"s3", "index"})  # their values are never shown
 
 # SGLang reads these keys from the same dictionary, so we do not validate them.
 SGLANG_KEYS = frozenset(
@@ -147,8 +147,9 @@ class KVFetchConfig(_Keys):
     """Every config key with its default. A test compares docs/configuration.md with this class."""
 
     store: str = Field(description=f"URL of the store: {' or '.join(STORE_URLS.values())}")
-    token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
-    token_file: Text | None = Field(None, description="file with the token instead, which is read again on change")
+    token_file: Text | None = Field(
+        None, description=f"file with the bearer token, read again on change; by default the environment's {TOKEN_ENV}"
+    )
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     key_file: Text | None = Field(
         None,
@@ -287,8 +288,6 @@ class KVFetchConfig(_Keys):
                 "levels needs quantiser = 'klt' with codec = 'ans': a level holds digits of coefficients, which only "
                 "ans codes. `kvfetch encode` adds video beside the levels"
             )
-        if self.token is not None and self.token_file is not None:
-            raise ValueError("token and token_file are both given; expected only one of them")
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
@@ -326,7 +325,7 @@ class KVFetchConfig(_Keys):
     def store_token(self) -> Token | None:
         """Return what the store is shown. Raises ConfigError if the token's file cannot be used."""
         if (path := self.token_file) is None:
-            return self.token
+            return environment_secret(TOKEN_ENV) if takes_token(self.store) else None
         return FreshFiles("token", (path,), lambda: read_token_file(path, "token_file"))
 
     @property
@@ -346,15 +345,12 @@ GROUPS: dict[str, type[_Keys]] = {
 }
 
 
-def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
+def parse_config(extra: Mapping[str, Any]) -> KVFetchConfig:
     """Parse the extra config, ignoring SGLang's own keys in it.
 
     Raises ConfigError naming each invalid key, its value and what is allowed.
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
-    token = environment_secret(TOKEN_ENV, environ)
-    if not ours.keys() & {"token", "token_file"} and token and not str(ours.get("store")).startswith(("file:", "s3:")):
-        ours["token"] = token
     try:
         return KVFetchConfig.model_validate(ours, context=_BY_USER)
     except ValidationError as e:

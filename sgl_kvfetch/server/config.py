@@ -12,7 +12,7 @@ from sgl_kvfetch.errors import ConfigError, require_positive, why
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
 from sgl_kvfetch.stores import AdminStore, HttpOptions, S3Options, TlsFiles, open_remote, split_store_url
 from sgl_kvfetch.tls import FreshContext, OnEnds, ends_of
-from sgl_kvfetch.user_files import FreshFiles, read_token_file, require_secret, warn_if_all_may_read
+from sgl_kvfetch.user_files import TOKEN_ENV, FreshFiles, read_token_file, require_secret, warn_if_all_may_read
 
 _UPSTREAM_CONNECTIONS = 64
 
@@ -47,19 +47,16 @@ class ServerConfig:
     upstream: str | None = None  # URL of the store that this one is in front of
     upstream_token_file: Path | None = None  # its token, read again on change
     upstream_index: str | None = None  # the index of an ``s3://`` upstream
-    tls_client_cert: Path | None = None  # PEM file, for an upstream that demands a certificate
-    tls_client_key: Path | None = None  # its key, if that is not in the same file
+    tls_client_cert: str | None = None  # PEM file, for an upstream that demands a certificate
+    tls_client_key: str | None = None  # its key, if that is not in the same file
     tokenizer: str | None = None  # a model's folder or name: turns texts that are looked up on the page into tokens
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values out of range, and for options that need or exclude each other."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; expected 0 to 65535")
-        if self.token is not None and self.token_file is not None:
-            raise ConfigError("--token and --token-file are both given; expected only one of them")
-        if self.token is not None and not self.token.strip():
-            raise ConfigError("--token is empty")
-        require_secret((self.token or "").strip(), "--token")
+        assert self.token is None or (self.token.strip() and self.token_file is None)
+        require_secret((self.token or "").strip(), TOKEN_ENV)
         require_positive(self, "capacity_bytes", "max_body_bytes", "max_uploads", "max_connections")
         require_positive(self, "idle_timeout_s", "orphan_age_s")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
@@ -79,14 +76,11 @@ class ServerConfig:
         if self.upstream is None:
             return None
         path = self.upstream_token_file
-        cert, key = (each and str(each) for each in (self.tls_client_cert, self.tls_client_key))
         return open_remote(
             self.upstream,
             token=None if path is None else FreshFiles("token", (path,), lambda: read_token_file(path, "the token")),
             options=HttpOptions(
-                tls=TlsFiles(
-                    cert=None if cert is None else str(cert), key=None if key is None else str(key), on_ends=on_ends
-                ),
+                tls=TlsFiles(cert=self.tls_client_cert, key=self.tls_client_key, on_ends=on_ends),
                 max_connections=_UPSTREAM_CONNECTIONS,
             ),
             s3=S3Options(index=self.upstream_index),
@@ -94,12 +88,7 @@ class ServerConfig:
 
     def _check_upstream(self) -> None:
         """Raises ConfigError."""
-        options = {
-            "--upstream-token-file": self.upstream_token_file,
-            "--index": self.upstream_index,
-            "--tls-client-cert": self.tls_client_cert,
-            "--tls-client-key": self.tls_client_key,
-        }
+        options = {"--upstream-token-file": self.upstream_token_file, "--index": self.upstream_index}
         given = [option for option, value in options.items() if value is not None]
         if self.upstream is None:
             if given:
@@ -108,8 +97,6 @@ class ServerConfig:
         parts = split_store_url(self.upstream)
         if self.upstream_index is not None and parts.scheme != "s3":
             raise ConfigError(f"--index is for s3:// stores; {self.upstream} has its own")
-        if self.tls_client_key is not None and self.tls_client_cert is None:
-            raise ConfigError(f"--tls-client-key {self.tls_client_key} needs --tls-client-cert")
         is_here = is_loopback(self.host) or self.host in ("", "0.0.0.0", "::")
         hosts = {self.host, *(("localhost", "127.0.0.1", "::1") if is_here else ())}
         if parts.scheme != "s3" and parts.hostname in hosts and parts.port == self.port:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.tools.terminal import IndexOption, TokenOption, option, read_token, show_log
-from sgl_kvfetch.user_files import parse_size
+from sgl_kvfetch.tools.terminal import IndexOption, client_certificate, option, show_log
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, parse_size
 
 DEFAULT_PORT = 8700
 
@@ -34,13 +34,12 @@ def serve(
             max=3,
         ),
     ] = 0,
-    token: TokenOption = None,
     token_file: Annotated[
         Path | None,
         option(
             "FILE",
             "A file with one token, or with lines ROLE TOKEN, where ROLE is read, write or admin. "
-            "It is read again when it changes, and on SIGHUP.",
+            "It is read again when it changes, and on SIGHUP. Without it, KVFETCH_TOKEN in the environment is a token.",
         ),
     ] = None,
     tls_cert: Annotated[
@@ -62,13 +61,6 @@ def serve(
         Path | None, option("FILE", "A file that holds the upstream's token. Read again, as tokens are.")
     ] = None,
     index: IndexOption = None,
-    tls_client_cert: Annotated[
-        Path | None,
-        option("FILE", "Our certificate, for an upstream that demands one.", envvar="KVFETCH_TLS_CLIENT_CERT"),
-    ] = None,
-    tls_client_key: Annotated[
-        Path | None, option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY")
-    ] = None,
     insecure: Annotated[bool, option(None, "Accept other hosts without a token.", "--insecure")] = False,
     orphan_age_s: Annotated[
         float, option("SECONDS", "Age at which unfinished writes are removed.", "--orphan-age")
@@ -113,11 +105,12 @@ def serve(
     from sgl_kvfetch.server.config import ServerConfig
     from sgl_kvfetch.server.run import run_server
 
+    cert, key = (None, None) if upstream is None else client_certificate()
     config = ServerConfig(
         root=directory,
         host=host,
         port=port,
-        token=None if token_file is not None and token is None else read_token(token, token_file),
+        token=environment_secret(TOKEN_ENV) if token_file is None else None,
         token_file=token_file,
         tls_cert=tls_cert,
         tls_key=tls_key,
@@ -126,8 +119,8 @@ def serve(
         upstream=upstream,
         upstream_token_file=upstream_token_file,
         upstream_index=index,
-        tls_client_cert=None if upstream is None else tls_client_cert,
-        tls_client_key=None if upstream is None else tls_client_key,
+        tls_client_cert=cert,
+        tls_client_key=key,
         capacity_bytes=parse_size(capacity) if capacity is not None else None,
         drop_levels=drop_levels,
         max_body_bytes=parse_size(max_object),

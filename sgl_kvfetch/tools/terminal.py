@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sgl_kvfetch.stores import TlsFiles
 
 _PROJECT = "sgl_kvfetch"
+_CERT_ENV, _KEY_ENV = "KVFETCH_TLS_CLIENT_CERT", "KVFETCH_TLS_CLIENT_KEY"
 _DISTRIBUTIONS = {"PIL": "pillow"}  # packages whose distribution has another name
 
 
@@ -123,14 +125,6 @@ INDEX_HELP = (
 
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP)]
 PartArgument = Annotated[str, typer.Argument(metavar="STORE", help=PART_HELP)]
-TokenOption = Annotated[
-    str | None,
-    option(
-        "TOKEN",
-        "The bearer token of an HTTP store. Other users of this machine can see it: prefer --token-file, "
-        f"or {TOKEN_ENV} in the environment.",
-    ),
-]
 IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
 YesOption = Annotated[bool, option(None, "Do not ask.", "--yes", "-y")]
 DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
@@ -143,38 +137,28 @@ KeyFileOption = Annotated[Path | None, option("FILE", "The keys that this store'
 class StoreAccess:
     """How a command reaches a store. A command's parameter of this type is all of these options."""
 
-    token: TokenOption = None
-    token_file: Annotated[Path | None, option("FILE", "A file that holds the token.")] = None
-    tls_client_cert: Annotated[
-        Path | None,
-        option(
-            "FILE", "Our certificate, for a store that demands one (--tls-client-ca).", envvar="KVFETCH_TLS_CLIENT_CERT"
-        ),
-    ] = None
-    tls_client_key: Annotated[
-        Path | None, option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY")
+    token_file: Annotated[
+        Path | None, option("FILE", f"A file that holds the token; without it, {TOKEN_ENV} in the environment does.")
     ] = None
 
     @cached_property
     def secret(self) -> str | None:
         """The token, or None. Raises ConfigError."""
-        return read_token(self.token, self.token_file)
+        if self.token_file is not None:
+            return read_token_file(self.token_file, "--token-file")
+        return environment_secret(TOKEN_ENV)
 
     @property
     def certificate(self) -> TlsFiles | None:
-        """What an HTTP store is shown. Raises ConfigError for a key alone."""
+        """What a store is shown that demands a certificate. Raises ConfigError for a key alone."""
         from sgl_kvfetch.stores import TlsFiles
 
-        cert, key = self.tls_client_cert, self.tls_client_key
-        if cert is None and key is not None:
-            raise ConfigError(f"--tls-client-key {key} needs --tls-client-cert, the certificate that it belongs to")
-        return None if cert is None else TlsFiles(cert=str(cert), key=None if key is None else str(key))
+        cert, key = client_certificate()
+        return None if cert is None else TlsFiles(cert=cert, key=key)
 
     @property
     def token_source(self) -> str | None:
         """What messages call the place that the token comes from; None if there is no token."""
-        if self.token is not None:
-            return "--token"
         if self.token_file is not None:
             return f"--token-file {self.token_file}"
         return f"{TOKEN_ENV} in the environment" if environment_secret(TOKEN_ENV) else None
@@ -187,15 +171,13 @@ class IndexedAccess(StoreAccess):
     index: IndexOption = None
 
 
-def read_token(token: str | None, token_file: Path | None) -> str | None:
-    """Return the token from the command line, or else from the environment, or None. Raises ConfigError."""
-    if token is not None and token_file is not None:
-        raise ConfigError("give either --token or --token-file, not both")
-    if token_file is not None:
-        token = read_token_file(token_file, "--token-file")
-    if token == "":
-        raise ConfigError("--token is empty")
-    return token or environment_secret(TOKEN_ENV)
+def client_certificate() -> tuple[str | None, str | None]:
+    """Return the files of our own certificate and of its key that the environment names. The key is None if it is in
+    the same file. Raises ConfigError for a key alone."""
+    cert, key = (os.environ.get(name) or None for name in (_CERT_ENV, _KEY_ENV))
+    if cert is None and key is not None:
+        raise ConfigError(f"{_KEY_ENV}={key} needs {_CERT_ENV}, the certificate that it belongs to")
+    return cert, key
 
 
 def say(text: str, *, before: str = "", err: bool = False) -> None:

@@ -61,7 +61,7 @@ def test_options_for_another_kind_of_store_are_refused() -> None:
 
 async def test_reads_are_hedged_but_those_of_a_directory() -> None:
     for url, kind in (("http://x", HedgedStore), ("s3://x", HedgedStore), ("file:///var/cache/kv", LocalStore)):
-        store = open_configured_store(parse_config({"store": url}, {}))
+        store = open_configured_store(parse_config({"store": url}))
         assert isinstance(store, kind)
         await store.close()
 

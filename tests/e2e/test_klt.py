@@ -51,7 +51,7 @@ def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "target_kl" in done.stdout
-        keys = {"quantiser": "klt", "token": "secret", "key_file": str(folder / "key")}
+        keys = {"quantiser": "klt", "token_file": str(folder / "token"), "key_file": str(folder / "key")}
         yield Published(store, folder / "profile", keys, {"XDG_CACHE_HOME": str(folder / "cache")})
 
 

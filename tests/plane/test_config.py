@@ -14,42 +14,42 @@ S3 = {"store": "s3://bucket/prefix"}
 
 
 def test_defaults_and_sglangs_own_keys() -> None:
-    config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True}, {})
+    config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True})
     assert config.quantiser_name == "exact"
     assert config.codec == "ans"
-    assert config.token is None
     assert config.reads
     assert config.writes
 
 
 def test_auto_takes_what_klt_takes() -> None:
-    auto = parse_config(STORE | {"quantiser": "auto", "target_kl": 1e-3, "levels": {}}, {})
+    auto = parse_config(STORE | {"quantiser": "auto", "target_kl": 1e-3, "levels": {}})
     assert (auto.quantiser_name, auto.with_profile("p").quantiser_name) == ("klt", "klt")
     assert auto.with_profile("p").target_kl == 1e-3
-    assert auto.as_exact == parse_config(STORE | {"quantiser": "exact"}, {})
+    assert auto.as_exact == parse_config(STORE | {"quantiser": "exact"})
 
 
 def test_a_profile_makes_klt_the_default() -> None:
-    config = parse_config(STORE | {"profile": "p"}, {})
+    config = parse_config(STORE | {"profile": "p"})
     assert config.quantiser_name == "klt"
-    from_store = parse_config(STORE | {"quantiser": "klt", "target_kl": 1e-3, "levels": {}}, {})
+    from_store = parse_config(STORE | {"quantiser": "klt", "target_kl": 1e-3, "levels": {}})
     assert (from_store.quantiser_name, from_store.profile) == ("klt", None)
 
 
-def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
-    config = parse_config(STORE, {TOKEN_ENV: "secret"})
-    assert config.token == "secret"
-    assert "secret" not in repr(config)
-    assert parse_config(STORE | {"token": "mine"}, {TOKEN_ENV: "secret"}).token == "mine"
-    assert parse_config({"store": "file:///kv"}, {TOKEN_ENV: "secret"}).token is None
-    assert parse_config(S3, {TOKEN_ENV: "secret"}).token is None
+def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+    assert parse_config(STORE).store_token() is None
+    monkeypatch.setenv(TOKEN_ENV, "secret\n")
+    assert parse_config(STORE).store_token() == "secret"
+    assert "secret" not in repr(parse_config(STORE))
+    assert parse_config({"store": "file:///kv"}).store_token() is None
+    assert parse_config(S3).store_token() is None
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         ({"quantizer": "uint8"}, r"unknown key 'quantizer' \(= 'uint8'\); did you mean 'quantiser'"),
-        ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token"),
+        ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token_file"),
         ({"codec": "h264"}, "codec = 'h264': .*ans, hevc, hevc420, zstd, deflate, raw"),
         ({"quantiser": "int4"}, "quantiser = 'int4': .*exact, uint8, cachegen, klt, auto"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
@@ -67,10 +67,11 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"store": ["http://x", "http://y"]}, r"store = \['http://x', 'http://y'\]: expected one URL: http://"),
         ({"store": 5}, "store = 5: expected one URL"),
         ({"store": "file:///\udcff"}, r"store = 'file:///\\udcff': expected valid Unicode, found a lone surrogate"),
-        ({"token": "\ud800"}, r"token = \(hidden\): expected valid Unicode"),
+        ({"token": "secret"}, "unknown key 'token'; did you mean 'token_file'"),
+        ({"token_file": "\ud800"}, r"token_file = \(hidden\): .*valid .*unicode"),
         (S3 | {"s3": {"region": "\ud800"}}, r"s3 = \(hidden\): expected valid Unicode"),
         ({"tls": {"ca_file": "\ud800"}}, r"tls.ca_file = '\\ud800': .*valid .*unicode"),
-        ({"token": 5}, r"token = \(hidden\)"),
+        ({"token_file": 5}, r"token_file = \(hidden\)"),
         ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
         ({"index": {"url": "redis://x"}}, "index is for s3:// stores"),
         ({"s3": {"region": "x"}}, "s3 is for s3:// stores"),
@@ -93,7 +94,7 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
 )
 def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_config(STORE | extra, {})
+        parse_config(STORE | extra)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,12 @@ def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], mes
 )
 def test_faults_do_not_show_a_token(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config(STORE | extra, {})
+        parse_config(STORE | extra)
     assert "31337" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_store_may_be_a_bucket_with_an_index() -> None:
-    config = parse_config(
-        S3 | {"s3": {"region": "r", "skip_signature": True}, "index": {"url": "redis://:pass@x/1"}}, {}
-    )
+    config = parse_config(S3 | {"s3": {"region": "r", "skip_signature": True}, "index": {"url": "redis://:pass@x/1"}})
     assert config.s3 == {"region": "r", "skip_signature": True}
     assert config.index is not None
     assert config.index.ttl_s == 7 * 86400
@@ -129,16 +128,16 @@ def test_a_store_may_be_a_bucket_with_an_index() -> None:
 
 def test_a_time_to_live_is_in_seconds_or_has_a_unit() -> None:
     for ttl in ("1d", 86400):
-        assert parse_config(STORE | {"ttl_s": ttl}, {}).ttl_s == 86400.0
+        assert parse_config(STORE | {"ttl_s": ttl}).ttl_s == 86400.0
 
 
 def test_sizes_have_a_unit() -> None:
     sizes = {
         "memory_cache": "16MB",
     }
-    config = parse_config(STORE | sizes, {})
+    config = parse_config(STORE | sizes)
     assert config.memory_cache == 16_000_000
-    for each in (config, parse_config(STORE | {"memory_cache": 0}, {})):
+    for each in (config, parse_config(STORE | {"memory_cache": 0})):
         sent = each.model_dump(mode="json", exclude_unset=True)  # to the data plane
         assert KVFetchConfig.model_validate(sent) == each
         assert each.as_exact.memory_cache == each.memory_cache
@@ -147,12 +146,12 @@ def test_sizes_have_a_unit() -> None:
 @pytest.mark.parametrize("size", [16, "16", 16.5, 200 << 30])
 def test_a_bare_number_is_no_size(size: object) -> None:
     with pytest.raises(ConfigError, match=rf"memory_cache = .*: {size} what\? say {size}GiB or {size}B"):
-        parse_config(STORE | {"memory_cache": size}, {})
+        parse_config(STORE | {"memory_cache": size})
 
 
 def test_a_missing_store_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'store' is required: .*http://HOST:PORT"):
-        parse_config({}, {})
+        parse_config({})
 
 
 def test_the_docs_have_every_key_with_its_default() -> None:
@@ -173,6 +172,6 @@ def test_the_docs_have_every_key_with_its_default() -> None:
 
 def test_levels_may_be_encrypted_and_are_not_coded_as_video() -> None:
     levels = STORE | {"quantiser": "klt", "levels": {}}
-    assert parse_config(levels | {"key_file": "keys"}, {}).levels is not None
+    assert parse_config(levels | {"key_file": "keys"}).levels is not None
     with pytest.raises(ConfigError, match="which only ans codes"):
-        parse_config(levels | {"codec": "hevc"}, {})
+        parse_config(levels | {"codec": "hevc"})

@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> KVFetchConfig:
-    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "klt"}, {})
+    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "klt"})
 
 
 def fits(path: str) -> None:

@@ -14,6 +14,7 @@ from sgl_kvfetch.plugin import hooks, launch_check, register as registration
 from sgl_kvfetch.plugin.hooks import gate_command_line, gate_launch
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import register, selects_backend
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.codec.quant.profiles import make_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,12 +79,17 @@ def test_the_config_of_a_bucket_is_checked() -> None:
         ({"store": "http://kv:99999"}, "'http://kv:99999' is malformed: Port out of range"),
         ({"store": "http://me:secret@kv:8700"}, "must not contain a user or a password"),
         ({"store": "file://kv/store"}, "needs an absolute path"),
-        ({"token": "two\nlines"}, "the token is not allowed: expected printable ASCII"),
     ],
 )
-def test_the_store_and_the_token_are_checked_before_a_model_is_loaded(extra: dict[str, str], message: str) -> None:
+def test_the_store_is_checked_before_a_model_is_loaded(extra: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_launch(_args(STORE | extra))
+
+
+def test_the_token_is_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, "two\nlines")
+    with pytest.raises(ConfigError, match="the token is not allowed: expected printable ASCII"):
+        check_launch(_args(STORE))
 
 
 def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:

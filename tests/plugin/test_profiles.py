@@ -18,7 +18,7 @@ from sgl_kvfetch.plugin import identity
 from sgl_kvfetch.plugin.identity import Alone, engine_config, engine_profile, with_profile
 
 WEIGHTS = "0" * 32
-CONFIG = parse_config({"store": "file:///kv", "quantiser": "klt"}, {})
+CONFIG = parse_config({"store": "file:///kv", "quantiser": "klt"})
 
 
 def fits(path: str) -> None:
@@ -105,16 +105,16 @@ def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(identity, "take_profile", take)
     extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "audit_share": 1}
-    found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone(), fits)
-    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "audit_share": 1})
+    found = with_profile(parse_config(extra | {"quantiser": "klt", "token_file": "t"}), WEIGHTS, "model", Alone(), fits)
+    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token_file": "t", "audit_share": 1})
     assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
 
 
 def test_auto_is_klt_with_a_profile_and_exact_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = parse_config({"store": "file:///kv", "quantiser": "auto", "target_kl": 1e-3}, {})
+    auto = parse_config({"store": "file:///kv", "quantiser": "auto", "target_kl": 1e-3})
     monkeypatch.setattr(identity, "take_profile", lambda *_: TakenProfile("/copy", "d", ""))
     found = with_profile(auto, WEIGHTS, "model", Alone(), fits)
-    assert found == parse_config({"store": "file:///kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3}, {})
+    assert found == parse_config({"store": "file:///kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3})
     monkeypatch.setattr(identity, "take_profile", lambda *_: None)
     assert with_profile(auto, WEIGHTS, "model", Alone(), fits) == parse_config(
         {"store": "file:///kv", "quantiser": "exact"}

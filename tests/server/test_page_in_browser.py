@@ -96,7 +96,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     put_all(LocalStore(root), make_segment(page_hashes(TOKENS, 1), 0, 32))
     put_all(LocalStore(root), make_segment(page_hashes(TOKENS[1:], 1), 0, 4, model=EVIL))
     using(LocalStore(root), lambda store: publish_profile(store, save(root.parent), NO_KEYS))
-    with StoreProcess(root, extra_args=["--capacity", "1GiB", "--token", "secret"]) as store:
+    (token := root.parent / "token").write_text("secret")
+    with StoreProcess(root, extra_args=["--capacity", "1GiB", "--token-file", str(token)]) as store:
         yield store.url
 
 

@@ -38,8 +38,6 @@ def test_loopback_needs_no_token(host: str) -> None:
         ({"upload_wait_s": -1}, "upload_wait_s is -1"),
         ({"grace_s": -1}, "grace_s is -1"),
         ({"orphan_age_s": 0}, "orphan_age_s is 0"),
-        ({"token": " "}, "token is empty"),
-        ({"token": "t", "token_file": Path("t")}, "both"),
     ],
 )
 def test_bad_values_are_named(options: dict[str, Any], named: str) -> None:

@@ -93,20 +93,20 @@ async def test_commands_show_a_certificate(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificates.ca))
     more = ["--store-only"] if command == "doctor" else []
-    cert = ["--tls-client-cert", str(certificates.client)]
 
-    async def run(*args: str) -> Result:
-        return await asyncio.to_thread(kvfetch, command, url, *more, *args)
+    async def run() -> Result:
+        return await asyncio.to_thread(kvfetch, command, url, *more)
 
     refused = await run()
     assert refused.exit_code != 0, refused.output
-    shown = await run(*cert)
-    assert shown.exit_code == 0, shown.output
     monkeypatch.setenv("KVFETCH_TLS_CLIENT_CERT", str(certificates.client))
-    assert (await run()).exit_code == 0
-    assert "cannot use the TLS files" in (await run("--tls-client-cert", "nosuch.pem")).output
+    shown = await run()
+    assert shown.exit_code == 0, shown.output
+    monkeypatch.setenv("KVFETCH_TLS_CLIENT_CERT", "nosuch.pem")
+    assert "cannot use the TLS files" in (await run()).output
     monkeypatch.delenv("KVFETCH_TLS_CLIENT_CERT")
-    assert "needs --tls-client-cert" in (await run("--tls-client-key", "key.pem")).output
+    monkeypatch.setenv("KVFETCH_TLS_CLIENT_KEY", "key.pem")
+    assert "KVFETCH_TLS_CLIENT_KEY=key.pem needs KVFETCH_TLS_CLIENT_CERT" in (await run()).output
 
 
 async def test_a_tls_server_does_not_answer_plain_http(url: str) -> None:

@@ -218,7 +218,8 @@ async def test_a_clients_token_file_is_read_again(
     path = tmp_path / "mine"
     path.write_text("revoked")
     path.chmod(0o600)
-    config = parse_config({"store": server.url, "token_file": str(path)}, {TOKEN_ENV: "a"})
+    monkeypatch.setenv(TOKEN_ENV, "a")
+    config = parse_config({"store": server.url, "token_file": str(path)})
     store = HttpStore(server.url, token=config.store_token())
     content = bytes(3 << 20)
     asks: list[Callable[[], Awaitable[object]]] = [

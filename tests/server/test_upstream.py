@@ -227,7 +227,6 @@ async def test_the_token_of_the_upstream(tmp_path: Path) -> None:
         ({"upstream": "http://localhost:8700"}, "is this store itself"),
         ({"upstream": "http://x", "upstream_index": "redis://x"}, "--index is for s3:// stores"),
         ({"upstream_token_file": Path("x")}, "--upstream-token-file is for the store that --upstream names"),
-        ({"upstream": "https://x", "tls_client_key": Path("x")}, "needs --tls-client-cert"),
     ],
 )
 def test_upstreams_that_cannot_be(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
 from sgl_kvfetch.tools.terminal import StoreAccess
 from sgl_kvfetch.triton_kernels import ans, klt_choice
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.segments import make_segment
 from tests.tools.conftest import kvfetch, kvfetch_json, put
 
@@ -342,10 +343,9 @@ def test_a_store_that_is_not_there(unused_tcp_port: int) -> None:
         check_store("ftp://host", StoreAccess())
 
 
-def test_a_store_on_disk(tmp_path: Path) -> None:
-    assert {
-        check.status for check in check_store(tmp_path.as_uri(), StoreAccess(token="a token of another store"))
-    } == {"yes"}
+def test_a_store_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, "a token of another store")
+    assert {check.status for check in check_store(tmp_path.as_uri(), StoreAccess())} == {"yes"}
     new = tmp_path / "not" / "yet"
     found = by_name(check_store(new.as_uri(), StoreAccess()))
     assert "created at the first write" in found["store writable"].found
@@ -355,7 +355,7 @@ def test_a_store_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("healthy")
-def test_a_served_store(tmp_path: Path) -> None:
+def test_a_served_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.tools.test_serve import serving
 
     with serving(tmp_path, token="secret") as (url, _):
@@ -364,8 +364,10 @@ def test_a_served_store(tmp_path: Path) -> None:
         assert found["store reachable"]["status"] == "yes"
         assert found["store authorised"]["status"] == "no"
         assert "token" in found["store authorised"]["advice"]
-        assert "the token came from --token" in kvfetch(*args, "--token", "wrong").stdout
-        granted = kvfetch(*args, "--token", "secret")
+        monkeypatch.setenv(TOKEN_ENV, "wrong")
+        assert f"the token came from {TOKEN_ENV}" in kvfetch(*args).stdout
+        monkeypatch.setenv(TOKEN_ENV, "secret")
+        granted = kvfetch(*args)
         assert granted.exit_code == 0
         assert "secret" not in granted.stdout
 

@@ -53,10 +53,10 @@ def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> No
             assert refused.exit_code == 2
             assert "401" in refused.stderr
             assert kvfetch(command, url, "--token-file", str(token_file)).exit_code == 0
-        over_http = json.loads(kvfetch("inspect", url, "--token", "secret", "--json").stdout)
+        over_http = json.loads(kvfetch("inspect", url, "--token-file", str(token_file), "--json").stdout)
         assert over_http == in_directory
         stored.data_path(0).write_bytes(bytes(stored.data_path(0).stat().st_size))
-        assert kvfetch("verify", url, "--token", "secret").exit_code == 1
+        assert kvfetch("verify", url, "--token-file", str(token_file)).exit_code == 1
 
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
@@ -102,7 +102,7 @@ def test_lines_of_the_log_have_our_name_once(tmp_path: Path) -> None:
     [
         ((), "2GiB", "2 GiB", "everybody on this machine, without a token"),
         (("--insecure", "--host", "0.0.0.0"), "10MiB", "10 MiB", "EVERYBODY who reaches this address, without a token"),
-        (("--token", "secret"), "1000000TiB", "977 PiB", "with one token"),
+        ((), "1000000TiB", "977 PiB", "with one token"),
         (("--token-file", "{file}"), "2GiB", "2 GiB", "with tokens of {file}"),
     ],
 )
@@ -114,7 +114,8 @@ def test_serve_says_how_it_serves(
     file.write_text("secret\n")
     file.chmod(0o600)
     given = [arg.format(file=file) for arg in args]
-    with serving(tmp_path / "store", "--capacity", capacity, *given) as (_, process):
+    token = "secret" if access == "with one token" else None
+    with serving(tmp_path / "store", "--capacity", capacity, *given, token=token) as (_, process):
         process.terminate()
         assert process.stderr is not None
         line, *rest = process.stderr.read().splitlines()

@@ -17,7 +17,7 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger, printable
 from sgl_kvfetch.tools import terminal
 from sgl_kvfetch.tools.app import COMMANDS, import_command
-from sgl_kvfetch.tools.terminal import _Formatter, format_size, make_console, make_table, read_token, say, show
+from sgl_kvfetch.tools.terminal import StoreAccess, _Formatter, format_size, make_console, make_table, say, show
 from sgl_kvfetch.user_files import TOKEN_ENV, parse_duration, parse_size
 from tests.tools.conftest import Stored, kvfetch
 
@@ -75,27 +75,22 @@ def test_stored_text_cannot_forge_or_fill_the_log(caplog: pytest.LogCaptureFixtu
     assert len(record.getMessage()) == 2000
 
 
-def test_a_token_comes_from_the_option_or_a_file_or_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\n")
-    assert read_token(None, None) is None
+    assert StoreAccess().secret is None
     monkeypatch.setenv(TOKEN_ENV, "from-environment")
-    assert read_token(None, None) == "from-environment"
-    assert read_token(None, file) == "from-file"
-    assert read_token("from-option", None) == "from-option"
+    assert StoreAccess().secret == "from-environment"
+    assert StoreAccess(token_file=file).secret == "from-file"
 
 
 def test_a_token_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(ConfigError, match="No such file"):
-        read_token(None, file)
+        _ = StoreAccess(token_file=file).secret
     file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        read_token(None, file)
-    with pytest.raises(ConfigError, match="not both"):
-        read_token("t", file)
+        _ = StoreAccess(token_file=file).secret
 
 
 def test_version_and_help() -> None:

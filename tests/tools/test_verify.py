@@ -20,6 +20,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier, _lines
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.segments import as_newer, make_segment, using
 from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json, put, unchanged
 
@@ -179,11 +180,12 @@ def test_the_store_keeps_what_was_found_for_its_page(stored: Stored) -> None:
 
 @pytest.mark.process
 def test_a_token_that_may_only_read_verifies_and_says_that_the_page_does_not_show_it(
-    stored: Stored, tmp_path: Path
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tokens := tmp_path / "tokens").write_text("read secret\n")
+    monkeypatch.setenv(TOKEN_ENV, "secret")
     with StoreProcess(stored.root, extra_args=["--token-file", str(tokens)]) as store:
-        result = kvfetch("verify", store.url, "--token", "secret")
+        result = kvfetch("verify", store.url)
     assert result.exit_code == 0
     assert "page does not show this result" in result.stdout
     assert "the role write" in result.stdout

@@ -64,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> KVFetchConfig:
-    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "exact", "codec_threads": 1}, {})
+    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "exact", "codec_threads": 1})
 
 
 class Finding:
