@@ -17,7 +17,7 @@ from pathlib import Path
 _HEAVY = ("torch", "nvidia-", "cuda-")  # beginnings of the names of packages that take gigabytes
 _NEEDS_TORCH = ("codec", "sglang", "gpu", "bench", "testing")
 _NOT_FOR_USERS = ("dev",)
-_TRY = {"": "sgl_kvfetch.server", "s3": "obstore, redis", "tracing": "opentelemetry.sdk.trace", "plot": "matplotlib"}
+_TRY = {"": "sgl_kvfetch.server", "s3": "obstore, redis", "tracing": "opentelemetry.sdk.trace"}
 
 
 def main(wheel: str, extras: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from harness.beside import make_once, run
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-USERS_EXTRAS = ("codec", "s3", "tracing", "plot", "bench")
+USERS_EXTRAS = ("codec", "s3", "tracing", "bench")
 # What SGLang pins, whose releases are gigabytes: our environment has the oldest that is declared.
 OURS = ("torch", "transformers")
 

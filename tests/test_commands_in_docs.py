@@ -120,7 +120,6 @@ def test_harmless_commands_run(tmp_path: Path, tiny_llama: Path) -> None:
             **dict.fromkeys(("http://STORE:8700", "http://127.0.0.1:8700", "STORE", "URL"), store.url),
             "STORE|FILE": store.url,
             "DIRECTORY": str(not_served),
-            "DIR": str(tmp_path / "pictures"),
             "/models/llama": str(tiny_llama),
             "system-prompt.txt": str(prompt),
             "prompts.jsonl": str(prompts),

@@ -24,18 +24,12 @@ ALL = {
     "storageClassName": "fast",
     "options": "{--max-uploads=8}",
     **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
-    "compare.server": "http://sglang:30000",
-    "compare.prompts": "prompts",
-    "compare.apiKeySecret": "sglang",
-    "compare.options": "{--most-kl=0.1}",
 }
 ALL_MONITORS = {"serviceMonitor.enabled": "true"}
-OF_THE_CHART = {  # what it sets itself, and what makes no sense in a pod
-    "serve": {"host", "port", "capacity", "token-file", "tls-cert", "tls-key", "insecure", "help"},
-    "compare": {"server", "prompts", "every", "metrics", "json", "help"},
-}
+# What it sets itself, and what makes no sense in a pod.
+OF_THE_CHART = {"host", "port", "capacity", "token-file", "tls-cert", "tls-key", "insecure", "help"}
 BIG = {"capacity": "2TiB"}  # more than the volume
-OF_THE_OPERATOR = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+OF_THE_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 
 helm = shutil.which("helm")
 pytestmark = [pytest.mark.process, pytest.mark.skipif(helm is None, reason="needs helm, as in the extra `dev`")]
@@ -63,7 +57,7 @@ def test_helm_finds_nothing_wrong(values: dict[str, str]) -> None:
 @pytest.mark.parametrize("values", [LEAST, LEAST | ALL])
 def test_kubernetes_accepts_the_resources(values: dict[str, str], version: str) -> None:
     resources = rendered(**values)
-    more = {*OF_THE_OPERATOR, "ConfigMap", "Deployment", "NetworkPolicy"} if "tlsSecret" in values else set()
+    more = {*OF_THE_OPERATOR, "ConfigMap", "NetworkPolicy"} if "tlsSecret" in values else set()
     assert set(resources) == {"StatefulSet", "Service"} | more
     for kind, resource in resources.items():
         if kind not in OF_THE_OPERATOR:
@@ -75,21 +69,6 @@ def test_the_store_understands_its_options(values: dict[str, str]) -> None:
     (container,) = rendered(**values)["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     assert kvfetch(*container["args"], "--help").exit_code == 0
     assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
-
-
-def test_answers_are_compared_by_a_pod_of_its_own() -> None:
-    resources = rendered(**LEAST, **ALL)
-    (container,) = resources["Deployment"]["spec"]["template"]["spec"]["containers"]
-    assert container["args"][:2] == ["compare", "--server=http://sglang:30000"]
-    assert kvfetch(*container["args"], "--help").exit_code == 0
-    assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
-    assert f"--metrics={container['ports'][0]['containerPort']}" in container["args"]
-    labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    of_store = resources["Service"]["spec"]["selector"]
-    assert not of_store.items() <= labels.items()
-    assert resources["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    without = {key: value for key, value in ALL.items() if key != "compare.prompts"}
-    assert "compare.prompts: name a config map" in run("template", "kv", str(CHART), **LEAST, **without).stderr
 
 
 def test_an_existing_claim_takes_the_place_of_a_new_one() -> None:
@@ -168,7 +147,6 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
     [
         ({"capcity": "10GiB"}, "capcity"),
         ({"service.prot": "1"}, "prot"),
-        ({"compare.server": "sglang:30000"}, "server"),
         ({"capacity": "10G"}, "capacity"),
         ({"volume": "10GiB"}, "volume"),
         ({"capacity": "60"}, "capacity"),
@@ -179,14 +157,12 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
         ({"options": "{--capacity=1TiB}"}, "options"),  # the chart's own
         ({"options": "{--max-uploads}"}, "options"),
         ({"options": "{--max-object=60}"}, "options"),
-        ({"compare.options": "{--nonsense=1}"}, "options"),
         *(({"service.port": port}, "port") for port in ("0", "-1", "65536", "99999", "http")),
         ({"service.type": "clusterip"}, "type"),
         *(({"serviceMonitor.interval": each}, "interval") for each in ("abc", "15", "15 s", "-")),
         ({"storageClassName": "-"}, "storageClassName"),
         ({"storageClassName": "a: b"}, "storageClassName"),
         *(({key: "a: b"}, key) for key in ("tokenSecret", "tlsSecret", "existingClaim", "priorityClassName")),
-        ({"compare.prompts": "a: b"}, "prompts"),
         ({"capacity": "600GiB"}, "capacity: 600GiB does not fit into 95% of a volume of 500Gi"),
         ({"capacity": "499.9GiB"}, "capacity: 499.9GiB does not fit into 95% of a volume of 500Gi"),
         ({"capacity": "511GB"}, "capacity: 511GB does not fit into 95% of a volume of 500Gi"),
@@ -211,14 +187,12 @@ def test_what_is_missing_is_named(missing: str) -> None:
     assert f"{missing}: name" in found.stderr
 
 
-def test_options_are_those_of_the_commands_that_the_chart_leaves_to_users() -> None:
-    properties = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    of_compare = properties["compare"]["properties"]["options"]
-    for command, options in (("serve", properties["options"]), ("compare", of_compare)):
-        known = set(re.findall(r"(?<=--)[a-z][a-z-]+", kvfetch(command, "--help").output))
-        named = set(re.findall(r"[a-z][a-z-]+(?=[|)=])", options["items"]["pattern"]))
-        assert named <= known
-        assert known - named == OF_THE_CHART[command]
+def test_options_are_those_that_the_chart_leaves_to_users() -> None:
+    options = json.loads((CHART / "values.schema.json").read_text())["properties"]["options"]
+    known = set(re.findall(r"(?<=--)[a-z][a-z-]+", kvfetch("serve", "--help").output))
+    named = set(re.findall(r"[a-z][a-z-]+(?=[|)=])", options["items"]["pattern"]))
+    assert named <= known
+    assert known - named == OF_THE_CHART
 
 
 def test_values_that_yaml_would_take_for_something_else_stay_text() -> None:

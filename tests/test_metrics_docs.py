@@ -55,7 +55,6 @@ def test_alerts_and_questions_use_documented_metrics() -> None:
         for name, labels in in_code().items()
         if name.endswith(("_seconds", "_ratio", "_typical"))
     }
-    known["sgl_kvfetch_answers_compared_total"] = {"source", "result"}  # of `kvfetch compare --metrics`
     texts = ALERTS.read_text(), (ROOT / "docs" / "metrics.md").read_text().partition("## SGLang's server")[0]
     used = {name for text in texts for name in re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", text)}
     assert len(used) >= 8

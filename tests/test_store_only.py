@@ -155,14 +155,6 @@ def test_verify_finds_damage_by_digests(kvfetch: str, tmp_path: Path) -> None:
     assert problem == {"name": segment.data_name, "what": "its bytes do not match the digest in its name"}
 
 
-def test_pictures_need_the_codecs(kvfetch: str, tmp_path: Path) -> None:
-    put(tmp_path, make_segment()[0])
-    done = run(kvfetch, "inspect", str(tmp_path), "--png", str(tmp_path / "pictures"))
-    assert done.returncode == 2
-    assert "inspect needs numpy, which is not installed here" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_encrypted_segments_are_compared_with_digests(kvfetch: str, tmp_path: Path) -> None:
     """Also with their key: without torch, nothing is decrypted."""
     root, key_file = tmp_path / "store", tmp_path / "keys"

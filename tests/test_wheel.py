@@ -83,7 +83,7 @@ def test_native_modules_are_hardened(wheel: Path, tmp_path: Path) -> None:
         assert "__stack_chk_fail" in said, path
 
 
-LIGHT = ("s3", "tracing", "plot")
+LIGHT = ("s3", "tracing")
 BUILD = "import sys, setuptools.build_meta; setuptools.build_meta.build_sdist(sys.argv[1])"
 
 
@@ -126,7 +126,7 @@ def test_light_extras_bring_no_torch(wheel: Path) -> None:
         if (name := canonicalize_name(package.name)) not in names:
             names.add(name)
             asked += [each for text in requires(name) or () for each in wanted(text, package.extras)]
-    assert {"obstore", "redis", "hiredis", "matplotlib", "opentelemetry-sdk", "aiohttp"} <= names
+    assert {"obstore", "redis", "hiredis", "opentelemetry-sdk", "aiohttp"} <= names
     assert {name for name in names if name.startswith(("torch", "nvidia", "cuda", "triton", "av"))} == set()
 
 

@@ -31,12 +31,12 @@ EXIT_INTERRUPTED = 130
 # Each text is also the first line of the command's own help.
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
-    "estimate": "Estimate whether fetching beats computing, and how large and costly a store would be.",
+    "estimate": "Estimate whether fetching beats computing, and how large a store would be.",
     "bench": "Measure the time to first token on a running server: of prompts that it computes, and of the same ones "
     "fetched.",
     "compare": "Ask a running server twice for the same answers, from its caches and computed, and compare the "
     "probabilities.",
-    "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
+    "inspect": "Show what is stored, by namespace or by segment, and how it compares with raw KV.",
     "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LOOK_EVERY_S = 0.5
+_WRITE_WAIT_S = 60.0  # until a store that takes nothing of what was computed is taken for one that never will
 _UNSEEN_WAIT_S = 10.0  # after all was computed, if no metrics say when it is written
 _ADVICE: dict[str, str] = {
     "in_memory": "the server had them in its memory: --reader must be another server",
@@ -105,10 +106,6 @@ def bench(
     reader: Annotated[
         str | None, option("URL", "Another server of the same model and store: it fetches, and nothing is emptied.")
     ] = None,
-    wait_s: Annotated[
-        float, option("SECONDS", "How long to wait until the prompts are stored.", "--timeout", min=0)
-    ] = 60.0,
-    plot: Annotated[Path | None, option("FILE", "Draw the times as a PNG. Needs matplotlib.")] = None,
     as_json: Annotated[bool, json_flag(BenchResult)] = False,
 ) -> None:
     """Measure the time to first token on a running server: of prompts that it computes, and of the same ones fetched.
@@ -134,7 +131,7 @@ def bench(
 
         kvfetch bench --server http://127.0.0.1:30000 --lengths 1024,8192 --flush
 
-        kvfetch bench --server http://A:30000 --reader http://B:30000 --file conversations.json --plot bench.png
+        kvfetch bench --server http://A:30000 --reader http://B:30000 --file conversations.json
     """
     server = require_scheme(server).rstrip("/")
     reader = require_scheme(reader).rstrip("/") if reader is not None else server
@@ -143,22 +140,15 @@ def bench(
             "to fetch what it has just computed, the server must forget it: --flush empties its caches, also of its "
             "other users' prompts; --reader URL measures on a second server instead, and empties nothing"
         )
-    if plot is not None:
-        import matplotlib  # noqa: F401 - missing, it should be missed before everything is measured
-
-        if plot.is_dir() or not plot.parent.is_dir():
-            raise ConfigError(f"--plot {plot}: expected a file in an existing folder")
     sizes = parse_lengths(lengths)
-    result = asyncio.run(_bench(server, reader, sizes, file, prompts, concurrency, wait_s))
-    if plot is not None:
-        _plot(plot, result)
+    result = asyncio.run(_bench(server, reader, sizes, file, prompts, concurrency))
     show(result, as_json, _report(result))
     if not any(group.fetched for group in result.groups):
         raise typer.Exit(1)
 
 
 async def _bench(
-    server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int, wait_s: float
+    server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int
 ) -> BenchResult:
     """Time prompts that the server computes, and the same ones fetched by ``reader``. Raises ConfigError."""
     async with open_server(server) as session:
@@ -174,7 +164,7 @@ async def _bench(
         with make_progress("bench") as progress:
             task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
             run = _Run(session, salt, info["page_size"], concurrency, progress, task)
-            computed = [await run.send(server, group, wait_s) for group in groups]
+            computed = [await run.send(server, group, waits=True) for group in groups]
             if any(sent.read is None for sent in computed):
                 await asyncio.sleep(_UNSEEN_WAIT_S)
             if reader == server:
@@ -239,33 +229,33 @@ class _Run:
         self._session, self._salt, self._page_size, self._concurrency = session, salt, page_size, concurrency
         self._progress, self._task = progress, task
 
-    async def send(self, server: str, group: Group, wait_s: float | None = None) -> _Sent:
-        """Send a group to a server; with ``wait_s``, wait after each few until they are stored, which would take time
-        from those that follow."""
+    async def send(self, server: str, group: Group, waits: bool = False) -> _Sent:
+        """Send a group to a server. ``waits``: after each few until they are stored, which would take time from those
+        that follow."""
         metrics = _Metrics(self._session, server)
-        await self._send_some(metrics, group.name, [("first", group.prompts[0])], wait_s)
+        await self._send_some(metrics, group.name, [("first", group.prompts[0])], waits)
         before = await metrics.read()
         answers: list[_Answer] = []
         numbered = [(str(number), prompt) for number, prompt in enumerate(group.prompts)]
         for start in range(0, len(numbered), self._concurrency):
             some = numbered[start : start + self._concurrency]
-            answers += await self._send_some(metrics, group.name, some, wait_s)
+            answers += await self._send_some(metrics, group.name, some, waits)
         after = await metrics.read()
         if before is None or after is None:
             return _Sent(answers, None)
         return _Sent(answers, (after.wire_bytes - before.wire_bytes, after.raw_bytes - before.raw_bytes))
 
     async def _send_some(
-        self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], wait_s: float | None
+        self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], waits: bool
     ) -> list[_Answer]:
         before = await metrics.read()
         answers = await asyncio.gather(
             *(self._ask(metrics.server, prompt, f"{self._salt} {name} {number}") for number, prompt in prompts)
         )
         self._progress.advance(self._task, len(prompts))
-        if wait_s is not None:
+        if waits:
             num_pages = sum(len(prompt) // self._page_size for _, prompt in prompts)
-            await metrics.wait_until_written(before, num_pages, wait_s)
+            await metrics.wait_until_written(before, num_pages)
         return answers
 
     async def _ask(self, server: str, prompt: Sequence[int], cache_salt: str) -> _Answer:
@@ -317,12 +307,13 @@ class _Metrics:
             round(total(samples, "sgl_kvfetch_raw_bytes_total", direction="read")),
         )
 
-    async def wait_until_written(self, before: _Sample | None, num_pages: int, wait_s: float) -> None:
+    async def wait_until_written(self, before: _Sample | None, num_pages: int) -> None:
         """Wait until that many pages have been written since ``before``, and nothing has changed for a moment: several
-        ranks write what one request computed. Without metrics, do not wait. Raises ConfigError after ``wait_s``."""
+        ranks write what one request computed. Without metrics, do not wait. Raises ConfigError if nothing changes for
+        ``_WRITE_WAIT_S``."""
         if before is None:
             return
-        last, until = before, asyncio.get_running_loop().time() + wait_s
+        last, until = before, asyncio.get_running_loop().time() + _WRITE_WAIT_S
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             now = await self.read()
@@ -332,14 +323,15 @@ class _Metrics:
             if now == last and num_written >= num_pages and not now.queued:
                 return
             if asyncio.get_running_loop().time() > until:
-                wrote = f"{self.server} wrote {num_written} of {num_pages} pages within {wait_s:g} s"
+                wrote = f"{self.server} wrote {num_written} of {num_pages} pages, and no more for {_WRITE_WAIT_S:g} s"
                 if now.queued:
-                    raise ConfigError(f"{wrote}, and {now.queued}: raise --timeout")
+                    raise ConfigError(f"{wrote}; {now.queued}: its log says why they are not stored")
                 raise ConfigError(
                     f"{wrote}, and nothing waits in its write queue: a server writes with --hicache-write-policy "
                     "write_through and without the config key mode read_only"
                 )
-            last = now
+            if now != last:
+                last, until = now, asyncio.get_running_loop().time() + _WRITE_WAIT_S
 
 
 def _report(result: BenchResult) -> Iterator[Table | str]:
@@ -378,25 +370,3 @@ def _fetched_cells(fetched: Measured, computed: Measured) -> list[str]:
         "-" if fetched.wire_bytes is None else format_size(fetched.wire_bytes),
         format_ratio(smaller),
     ]
-
-
-def _plot(path: Path, result: BenchResult) -> None:
-    """Draw a pair of bars for each group: p50, with whiskers to p95. A group that was not fetched has one bar."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [group.name for group in result.groups]
-    figure, axes = pyplot.subplots(figsize=(max(4.0, 1.4 * len(names) + 1.5), 4.0), layout="constrained", dpi=150)
-    for shift, name, colour in ((-0.2, "computed", "#E69F00"), (0.2, "fetched", "#0072B2")):
-        several = [(index, each) for index, group in enumerate(result.groups) if (each := getattr(group, name))]
-        middles = [measured.p50_s for _, measured in several]
-        whiskers = [[0.0] * len(several), [measured.p95_s - measured.p50_s for _, measured in several]]
-        places = [index + shift for index, _ in several]
-        axes.bar(places, middles, 0.4, yerr=whiskers, capsize=3, color=colour, label=name)
-    axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="time to first token (s): p50, whisker to p95", title=result.model)
-    axes.legend()
-    figure.savefig(path, format="png")
-    pyplot.close(figure)

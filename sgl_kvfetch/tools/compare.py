@@ -34,6 +34,8 @@ from sgl_kvfetch.tools.sglang_server import (
 from sgl_kvfetch.tools.target import require_scheme
 from sgl_kvfetch.tools.terminal import json_flag, make_progress, make_table, option, show
 
+_ANSWER_TOKENS = 16
+_WRITE_WAIT_S = 10.0  # for what is to be fetched, before caches are emptied
 _TOP = 20  # logprobs of a token: as many as engines give without a flag
 _LEAST = 1e-6  # probability; logprobs are rounded
 _COMPUTED, _UNKNOWN = "computed", "unknown"
@@ -79,7 +81,7 @@ class Comparison(Struct, frozen=True):
 
 def compare(
     server: Annotated[str, option("URL", "The server, with its caches as they are.", show_default=False)],
-    prompts: Annotated[
+    file: Annotated[
         Path | None,
         option(
             "FILE",
@@ -87,9 +89,8 @@ def compare(
             "a text, which is one prompt.",
         ),
     ] = None,
-    lengths: Annotated[str, option("TOKENS,...", "Without --prompts: lengths of prompts of our own.")] = "512,2048",
-    sample: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
-    tokens: Annotated[int, option("COUNT", "Tokens of each answer that are compared.", min=1)] = 16,
+    lengths: Annotated[str, option("TOKENS,...", "Without --file: lengths of prompts of our own.")] = "512,2048",
+    prompts: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
     most_kl: Annotated[
         float, option("NATS", "How much answers from caches may diverge beyond what computing twice does.", min=0)
     ] = 0.03,
@@ -102,13 +103,6 @@ def compare(
             "--flush",
         ),
     ] = False,
-    wait_s: Annotated[float, option("SECONDS", "With --flush: how long to wait before.", "--wait", min=0)] = 10.0,
-    every_s: Annotated[
-        float | None, option("SECONDS", "Go on, and begin again after so long.", "--every", min=1)
-    ] = None,
-    metrics: Annotated[
-        int | None, option("PORT", "With --every: serve metrics for Prometheus there.", min=1, max=65535)
-    ] = None,
     as_json: Annotated[bool, json_flag(Comparison)] = False,
 ) -> None:
     """Ask a running server twice for the same answers, from its caches and computed, and compare the probabilities.
@@ -128,23 +122,14 @@ def compare(
 
     Examples:
 
-        kvfetch compare --server http://127.0.0.1:30000 --prompts prompts.jsonl
+        kvfetch compare --server http://127.0.0.1:30000 --file prompts.jsonl
 
-        kvfetch compare --server http://127.0.0.1:30000 --prompts prompts.jsonl --every 60 --metrics 9100
+        kvfetch compare --server http://127.0.0.1:30000 --lengths 1024,8192 --flush
     """
     server = require_scheme(server).rstrip("/")
-    if metrics is not None and every_s is None:
-        raise ConfigError("--metrics needs --every SECONDS: a comparison that ends serves nothing")
-    export = None if metrics is None else _Export(metrics)
-    run = _Run(server, prompts, parse_lengths(lengths), sample, tokens, most_kl, flush, wait_s)
-    while True:
-        result = asyncio.run(run.compare())
-        show(result, as_json, _report(result))
-        if every_s is None:
-            break
-        if export is not None:
-            export.add(result)
-        asyncio.run(asyncio.sleep(every_s))
+    run = _Run(server, file, parse_lengths(lengths), prompts, most_kl, flush)
+    result = asyncio.run(run.compare())
+    show(result, as_json, _report(result))
     if result.differs or not result.num_compared:
         raise typer.Exit(1)
 
@@ -217,15 +202,13 @@ class _Run:
     file: Path | None
     lengths: Sequence[int]
     sample: int
-    num_tokens: int
     most_kl: float
     flush: bool
-    wait_s: float
 
     async def compare(self) -> Comparison:
         """Ask each prompt from the caches and computed, and compare the answers. Raises ConfigError."""
         async with open_server(self.server) as session:
-            engine = await _Engine.find(session, self.server, self.num_tokens)
+            engine = await _Engine.find(session, self.server)
             groups, num_skipped = await make_groups(
                 self.file, self.lengths, self.sample, engine.longest, engine.tokenise
             )
@@ -233,7 +216,7 @@ class _Run:
             if self.flush:
                 for _, prompt in prompts:
                     await engine.ask(prompt, None)
-                await asyncio.sleep(self.wait_s)
+                await asyncio.sleep(_WRITE_WAIT_S)
                 await flush_cache(session, self.server)
             cases: dict[tuple[str, str], list[_Case]] = {}
             with make_progress("compare") as progress:
@@ -322,10 +305,9 @@ class _Engine:
     model: str
     is_sglang: bool
     longest: int  # prompt, in tokens
-    num_tokens: int
 
     @classmethod
-    async def find(cls, session: ClientSession, server: str, num_tokens: int) -> _Engine:
+    async def find(cls, session: ClientSession, server: str) -> _Engine:
         """Raises ConfigError if neither API answers."""
         try:
             info = await server_info(session, server)
@@ -333,10 +315,10 @@ class _Engine:
             try:
                 (model, *_) = (await ask_for(_Models, session, "GET", f"{server}/v1/models")).data
                 longest = model.max_model_len or 1 << 30
-                return cls(session, server, one_line(model.id), False, longest - num_tokens - 1, num_tokens)
+                return cls(session, server, one_line(model.id), False, longest - _ANSWER_TOKENS - 1)
             except (StoreError, ValueError) as e:
                 raise ConfigError(f"--server {server} has neither SGLang's API nor OpenAI's /v1/models: {e}") from e
-        return cls(session, server, served_model(info), True, longest_prompt(info, num_tokens), num_tokens)
+        return cls(session, server, served_model(info), True, longest_prompt(info, _ANSWER_TOKENS))
 
     async def tokenise(self, text: str) -> list[int]:
         return await tokenise_on(self.session, self.server, text, None if self.is_sglang else self.model)
@@ -346,18 +328,18 @@ class _Engine:
         answer = await self._ask(prompt, cache_salt)
         if not answer.tokens or len(answer.tokens) != len(answer.tops):
             what = f"{len(answer.tokens)} tokens, and the likeliest at {len(answer.tops)} places"
-            raise StoreError("protocol", f"{self.server}: the answer has {what}; expected {self.num_tokens} of each")
+            raise StoreError("protocol", f"{self.server}: the answer has {what}; expected {_ANSWER_TOKENS} of each")
         return answer
 
     async def _ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
         if self.is_sglang:
             options = {"return_logprob": True, "top_logprobs_num": _TOP}
-            meta = await generate(self.session, self.server, prompt, self.num_tokens, cache_salt, **options)
+            meta = await generate(self.session, self.server, prompt, _ANSWER_TOKENS, cache_salt, **options)
             tops = [{token: logprob for logprob, token, _ in top} for top in meta.output_top_logprobs]
             return TopAnswer([token for _, token, _ in meta.output_token_logprobs], tops, meta.by_tier)
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         body = {
-            "model": self.model, "prompt": prompt, "max_tokens": self.num_tokens, "temperature": 0.0,
+            "model": self.model, "prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0.0,
             "ignore_eos": True, "logprobs": _TOP,
         }  # fmt: skip
         url = f"{self.server}/v1/completions"
@@ -366,31 +348,6 @@ class _Engine:
         logprobs = answer.choices[0].logprobs
         cached = None if about is None else {"cache": about.cached_tokens or 0}
         return TopAnswer(logprobs.tokens, logprobs.top_logprobs, cached)
-
-
-class _Export:
-    """Metrics of comparisons that go on."""
-
-    def __init__(self, port: int) -> None:
-        """Raises ConfigError if the port is taken."""
-        import prometheus_client as prometheus
-
-        self._compared = prometheus.Counter(
-            "sgl_kvfetch_answers_compared", "Prompts whose answers were compared", ["source", "result"]
-        )
-        self._kl = prometheus.Gauge(
-            "sgl_kvfetch_answers_kl", "Divergence of answers in the last comparison, in nats", ["source", "group"]
-        )
-        try:
-            prometheus.start_http_server(port)
-        except OSError as e:
-            raise ConfigError(f"--metrics {port}: {e.strerror}") from e
-
-    def add(self, result: Comparison) -> None:
-        for group in result.groups:
-            if group.found != "nothing compared":
-                self._compared.labels(group.source, group.found).inc(group.num_prompts)
-            self._kl.labels(group.source, group.name).set(group.kl)
 
 
 def _report(result: Comparison) -> Iterator[Table | str]:
@@ -418,7 +375,7 @@ def _report(result: Comparison) -> Iterator[Table | str]:
         yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
     if not result.num_compared:
         yield (
-            "nothing was compared, since nothing came from a cache: send prompts that the server has seen (--prompts), "
+            "nothing was compared, since nothing came from a cache: send prompts that the server has seen (--file), "
             "or --flush, which stores prompts first and empties the server's memory"
         )
     if result.differs:

@@ -33,14 +33,15 @@ if TYPE_CHECKING:  # these load torch and codecs
     from sgl_kvfetch.tools.encoder import Encoder, Tally
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
-_MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
+_MAX_OBJECT_BYTES = 4 << 30  # the largest data object that is read into memory
+_POLL_S = 5.0  # between listings
 
 
 def encode(
     store: PartArgument,
     access: StoreAccess,
     watch: Annotated[
-        bool, option(None, "Keep encoding new segments, or exit when all are done.", "--watch/--once")
+        bool, option(None, "Go on with segments that are written meanwhile, until SIGTERM or Ctrl-C.", "--watch")
     ] = False,
     codec: Annotated[str, option("NAMES", "One or more, such as hevc,hevc420.")] = "hevc",
     resolutions: Annotated[
@@ -62,9 +63,6 @@ def encode(
             min=0,
         ),
     ] = 60.0,
-    poll_interval_s: Annotated[
-        float, option("SECONDS", "With --watch: time between listings.", "--poll-interval", min=0.05)
-    ] = 5.0,
     key_file: KeyFileOption = None,
     as_json: Annotated[
         bool,
@@ -111,7 +109,7 @@ def encode(
             on_progress=reporter.show,
         )
         reporter.tally = made.tally
-        await _encode(made, poll_interval_s if watch else None)
+        await _encode(made, _POLL_S if watch else None)
 
     with reporter.progress:
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)

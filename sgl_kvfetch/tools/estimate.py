@@ -16,14 +16,8 @@ from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_table, option, show
 from sgl_kvfetch.user_files import read_text
 
-# Prices of Amazon S3, in USD: S3 Standard in us-east-1, without discounts. DELETEs are free.
-PRICES_AS_OF = "S3 Standard in us-east-1 in 2024, by aws.amazon.com/s3/pricing"
-GET_PRICE, PUT_PRICE = 0.4e-6, 5e-6  # a request; HEADs as GETs, listings as PUTs
-GB_MONTH_PRICE = 0.023  # of the first 50 TB
-_PRICES = f"{GB_MONTH_PRICE},{PUT_PRICE * 1000:g},{GET_PRICE * 1000:g}"
-
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-_SEGMENT_TOKENS, _READ_BYTES = 8192, 4 << 20  # the most of a segment, and of a read, as in `plane.store`
+_DECODE_THREADS = 8  # the default of the config key codec_threads on 16 cores or more
 _KV_BYTES = 2  # a value of bfloat16 or float16
 # docs/gpu/nvidia-h200.md: `klt` over a link without a limit, and computing. A test compares it with the arithmetic.
 MEASURED = (
@@ -51,14 +45,6 @@ CODINGS = {
 }
 
 
-class Prices(NamedTuple):
-    """Of S3, in USD: of a GB a month, of a PUT and of a GET."""
-
-    gb_month: float
-    put: float
-    get: float
-
-
 class CodingEstimate(Struct, frozen=True):
     """Times to first token are by prompt length, in tokens. ``break_even_tokens``: None if computing is faster."""
 
@@ -67,7 +53,6 @@ class CodingEstimate(Struct, frozen=True):
     ttft_s: dict[int, float]
     break_even_tokens: int | None
     stored_bytes: float
-    s3_usd_a_month: dict[str, float]
 
 
 class Estimate(Struct, frozen=True):
@@ -91,17 +76,12 @@ def estimate(
             min=0,
         ),
     ] = 0.05,
-    decode_threads: Annotated[int, option("COUNT", "Threads that decode (config key codec_threads).", min=1)] = 8,
-    users: Annotated[int, option("COUNT", "Users of the store.", min=1)] = 100,
-    days: Annotated[float, option("DAYS", "How long prompts stay.", min=0)] = 7.0,
-    prompts: Annotated[float, option("COUNT", "New prompts of a user a day, each fetched once.", min=0)] = 20.0,
+    prompts: Annotated[float, option("COUNT", "New prompts a day, of all users.", min=0)] = 2000.0,
     tokens: Annotated[int, option("COUNT", "Tokens of such a prompt.", min=1)] = 4096,
-    s3_prices: Annotated[
-        str, option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024.")
-    ] = _PRICES,
+    days: Annotated[float, option("DAYS", "How long prompts stay.", min=0)] = 7.0,
     as_json: Annotated[bool, json_flag(Estimate)] = False,
 ) -> None:
-    """Estimate whether fetching beats computing, and how large and costly a store would be.
+    """Estimate whether fetching beats computing, and how large a store would be.
 
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
     second at every length, which favours computing for long prompts. Bits a value and decoding speeds are those that
@@ -110,34 +90,26 @@ def estimate(
 
     Example:
 
-        kvfetch estimate --model /models/llama --link 10Gbps --prefill-tps 8000 --users 500 --days 30
+        kvfetch estimate --model /models/llama --link 10Gbps --prefill-tps 8000 --prompts 10000 --days 30
     """
     values = values_per_token(model)
-    bytes_per_s, prices = parse_link(link) / 8, parse_prices(s3_prices)
-    num_prompts = users * prompts
+    bytes_per_s = parse_link(link) / 8
     codings, prompt_s = {}, {}
     for name, coding in CODINGS.items():
         token_bytes = values * coding.bits_per_value / 8
-        token_s = max(token_bytes / bytes_per_s, values * _KV_BYTES / (coding.decoded_bps * decode_threads))
+        token_s = max(token_bytes / bytes_per_s, values * _KV_BYTES / (coding.decoded_bps * _DECODE_THREADS))
         saved_s = 1 / prefill_tps - token_s  # a token
         prompt_s[name] = tokens * token_s + batch_s
-        stored_bytes = num_prompts * days * tokens * token_bytes
         codings[name] = CodingEstimate(
             token_bytes,
             coding.source,
             {length: length * token_s + batch_s for length in LENGTHS},
             ceil(batch_s / saved_s) if saved_s > 0 else None,
-            stored_bytes,
-            _s3_costs(stored_bytes, 30 * num_prompts, tokens, token_bytes, prices),
+            prompts * days * tokens * token_bytes,
         )
     verdict = _verdict(codings, prompt_s, tokens, tokens / prefill_tps)
     found = Estimate(verdict, {length: length / prefill_tps for length in LENGTHS}, codings)
-    use = f"{users} users, {prompts:g} prompts of {tokens} tokens a day, {days:g} days"
-    show(
-        found,
-        as_json,
-        _lines(found, use, "as given" if s3_prices != _PRICES else f"{PRICES_AS_OF}; --s3-prices takes yours"),
-    )
+    show(found, as_json, _lines(found, f"{prompts:g} prompts of {tokens} tokens a day, {days:g} days"))
 
 
 def _verdict(
@@ -153,19 +125,6 @@ def _verdict(
     starts = [coding.break_even_tokens for coding in codings.values() if coding.break_even_tokens is not None]
     longer = f"; longer ones than {min(starts):,} tokens would be fetched sooner" if starts else ""
     return f"not worth it: {compared}{longer}"
-
-
-def _s3_costs(
-    stored_bytes: float, prompts_a_month: float, tokens: int, token_bytes: float, prices: Prices
-) -> dict[str, float]:
-    """Return USD a month. A segment takes two PUTs; a fetch, a GET for its manifest and one for each read."""
-    sizes = [min(_SEGMENT_TOKENS, tokens - start) for start in range(0, tokens, _SEGMENT_TOKENS)]
-    num_gets = sum(1 + ceil(size * token_bytes / _READ_BYTES) for size in sizes)
-    return {
-        "storage": stored_bytes / 1e9 * prices.gb_month,
-        "puts": prompts_a_month * 2 * len(sizes) * prices.put,
-        "gets": prompts_a_month * num_gets * prices.get,
-    }
 
 
 def values_per_token(model: str) -> int:
@@ -206,19 +165,8 @@ def parse_link(text: str) -> float:
     return float(match[1]) * {"M": 1e6, "G": 1e9}[match[2]]
 
 
-def parse_prices(text: str) -> Prices:
-    """Return what S3 costs. Raises ConfigError."""
-    try:
-        gb_month, puts, gets = (float(each) for each in text.split(","))
-    except ValueError:
-        gb_month = puts = gets = -1.0
-    if not all(0 <= each < inf for each in (gb_month, puts, gets)):
-        raise ConfigError(f"--s3-prices {text!r}: expected three numbers such as {_PRICES}")
-    return Prices(gb_month, puts / 1000, gets / 1000)
-
-
-def _lines(found: Estimate, use: str, prices: str) -> Iterator[Table | str]:
-    """Yield an estimate as a verdict and tables: seconds to the first token, and what the store holds and costs."""
+def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
+    """Yield an estimate as a verdict and tables: seconds to the first token, and what the store holds."""
     yield found.verdict
     yield MEASURED
     raw, codings = found.codings["raw"], found.codings.items()
@@ -228,16 +176,14 @@ def _lines(found: Estimate, use: str, prices: str) -> Iterator[Table | str]:
         fetched = (f"{coding.ttft_s[length]:.3g}" for coding in found.codings.values())
         times.add_row(f"{length:,}", f"{computing_s:.3g}", *fetched)
     yield times
-    store = make_table(("",), ("bytes a token", "smaller", "fetching wins from", "stored", "S3: storage, requests"))
+    store = make_table(("",), ("bytes a token", "smaller", "fetching wins from", "stored"))
     store.title = f"The store: {use}"
     for name, coding in codings:
         tokens = "never" if coding.break_even_tokens is None else f"{coding.break_even_tokens:,} tokens"
-        costs = coding.s3_usd_a_month
-        dollars = f"{costs['storage']:,.2f}, {costs['puts'] + costs['gets']:,.2f} USD a month"
         smaller = format_ratio(raw.bytes_per_token / coding.bytes_per_token)
         size = format_size(round(coding.stored_bytes))
-        store.add_row(name, f"{coding.bytes_per_token:,.0f}", smaller, tokens, size, dollars)
+        store.add_row(name, f"{coding.bytes_per_token:,.0f}", smaller, tokens, size)
     yield store
     for name, coding in codings:
         yield f"{name}: {coding.source}"
-    yield f"Sizes: docs/bits.md; speeds: docs/codec.md. Prices: {prices}."
+    yield "Sizes: docs/bits.md; speeds: docs/codec.md."

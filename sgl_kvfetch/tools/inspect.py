@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated
 
 from rich.table import Table
 
-from sgl_kvfetch.codec import Manifest, RegionLayout, StoreKeys, TileLayout, open_manifest
-from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.codec import StoreKeys, open_manifest
+from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import list_profiles, profile_rows
 from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest
@@ -20,7 +19,6 @@ from sgl_kvfetch.tools.profiles import profiles_table
 from sgl_kvfetch.tools.summary import (
     Inspected,
     NamespaceSummary,
-    PartSummary,
     SegmentSummary,
     VariantSummary,
     summarise_namespaces,
@@ -40,9 +38,7 @@ from sgl_kvfetch.tools.terminal import (
     show,
 )
 from sgl_kvfetch.types import first_to_last
-from sgl_kvfetch.user_files import write_file
 
-_MAX_PART_ROWS = 256  # of a variant; a manifest may have 400,000
 NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of STORE
 
 
@@ -52,18 +48,13 @@ def inspect(
     key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(Inspected)] = False,
     limit: Annotated[int, option("COUNT", "Namespaces or segments to show.", min=1)] = 20,
-    png: Annotated[
-        Path | None, option("FILE", "Draw the first frame of each chunk in one span of one segment.")
-    ] = None,
-    span: Annotated[int, option("INDEX", "With --png: the span to draw.", min=0)] = 0,
 ) -> None:
-    """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
+    """Show what is stored, by namespace or by segment, and how it compares with raw KV.
 
     For a store, the command lists its namespaces, the largest first, with the ages of their oldest and newest
-    segments, and its profiles; for a namespace, its segments; for one segment, every chunk. With several models, it
-    also says how many bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are
-    counted separately.
-    Of encrypted segments, the codecs and the pictures need --key-file.
+    segments, and its profiles; for a namespace, its segments; for one segment, all that its manifest says. With
+    several models, it also says how many bytes each takes. Sizes include scales and manifests. Segments of a namespace
+    that overlap are counted separately. Of encrypted segments, the codecs need --key-file.
 
     Examples:
 
@@ -71,7 +62,7 @@ def inspect(
 
         kvfetch inspect http://127.0.0.1:8700#4f0c
 
-        kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png frames.png
+        kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab
     """
     keys = StoreKeys.read(key_file)
 
@@ -81,16 +72,9 @@ def inspect(
         whole = [s for s in listed if s.manifest is not None]
         orphans = [info for s in listed if s.manifest is None for info in s.data.values()]
         of_orphans = len(orphans), sum(info.size_bytes for info in orphans)
-        is_single = len(whole) == 1 and (part.prefix != "" or png is not None)
-        if png is not None and not is_single:
-            raise ConfigError(f"--png expects one segment, {part.label} holds {len(whole)}; name one as STORE#NAME")
-        if is_single:
-            manifest, summary = await _read_segment(part, whole[0], keys)
+        if len(whole) == 1 and part.prefix:
+            summary = await _read_segment(part, whole[0], keys)
             show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
-            if png is not None:
-                from sgl_kvfetch.tools.pictures import draw_sheet
-
-                write_file(png, await draw_sheet(part.store, manifest, span), "--png")
         elif part.prefix:
             segments, unreadable = await _read_segments(part, whole, keys, limit)
             inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
@@ -113,13 +97,13 @@ async def _read_segments(
     unreadable: dict[str, str] = {}
     for stored in in_order[:limit]:
         try:
-            summaries.append((await _read_segment(part, stored, keys))[1])
+            summaries.append(await _read_segment(part, stored, keys))
         except FormatError as e:
             unreadable[stored.key.manifest_name] = str(e)
     return summaries, unreadable
 
 
-async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys) -> tuple[Manifest, SegmentSummary]:
+async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys) -> SegmentSummary:
     """Read and summarise a segment's manifest, opened if there are keys. Raises FormatError and StoreError."""
     name = stored.key.manifest_name
     content = await part.store.get(name)
@@ -128,7 +112,7 @@ async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys)
     manifest = decode_named_manifest(content, name)
     if keys:
         manifest = open_manifest(manifest, keys)
-    return manifest, summarise_segment(stored, manifest)
+    return summarise_segment(stored, manifest)
 
 
 def _store_tables(label: str, inspected: Inspected, limit: int) -> Iterator[Table | str]:
@@ -210,7 +194,7 @@ def _segments_tables(inspected: Inspected) -> Iterator[Table | str]:
 def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
     table = make_table(("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
     for s in segments:
-        codecs = {codec for v in s.variants for part in v.parts if part.layout for codec in part.codecs}
+        codecs = {codec for v in s.variants for part in v.parts for codec in part.codecs}
         num_pages, _, page_hash = s.manifest_name.partition("/")[2].partition("-")
         table.add_row(
             f"{num_pages}-{page_hash[:HASH_DIGITS]}",
@@ -233,8 +217,6 @@ def _segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
         made = f", {printable(variant.codec)} at {printable(variant.resolution)}" if variant.codec else ""
         yield f"variant {index}{made}: {variant.data_name}"
         yield _parts_table(variant)
-        if len(variant.parts) > _MAX_PART_ROWS:
-            yield f"... {len(variant.parts) - _MAX_PART_ROWS} more parts are in the totals, and shown by --json"
         if variant.level_bytes or variant.num_dropped_levels:
             levels = ", ".join(map(format_size, variant.level_bytes)) or "none"
             yield f"further levels: {levels}; {variant.num_dropped_levels} were dropped"
@@ -264,9 +246,6 @@ def _facts(s: SegmentSummary) -> Table:
         table.add_row("written by", printable(s.labels.writer))
     for field in s.namespace.__slots__:
         table.add_row(field, printable(str(getattr(s.namespace, field))))
-    for index, variant in enumerate(s.variants):
-        for name, layout in variant.layouts.items():
-            table.add_row(f"layout of {printable(name)}, variant {index}", _describe_layout(layout))
     table.add_row("manifest", format_size(s.manifest_bytes))
     if s.encryption_keys:
         table.add_row("encrypted with", ", ".join(s.encryption_keys))
@@ -275,42 +254,16 @@ def _facts(s: SegmentSummary) -> Table:
     return table
 
 
-def _describe_layout(layout: TileLayout | RegionLayout) -> str:
-    pictures = f"pictures of {layout.width}x{layout.height}"
-    if isinstance(layout, RegionLayout):
-        return (
-            f"{pictures}, {layout.coefficients_per_frame} coefficients a frame; a region is "
-            f"{layout.token_rows}x{layout.token_cols} tokens"
-        )
-    return (
-        f"{pictures}, {layout.tokens_per_frame} tokens a frame; a tile is {layout.head_rows}x{layout.head_cols} heads "
-        f"of {layout.dim_rows}x{layout.dim_cols} values"
-    )
-
-
 def _parts_table(variant: VariantSummary) -> Table:
-    table = make_table(("layers", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
+    table = make_table(("part", "codec"), ("chunks", "stored", "share", "bits/value"))
     total = sum(part.stored_bytes for part in variant.parts)
-    for part in variant.parts[:_MAX_PART_ROWS]:
-        layers = first_to_last(part.first_layer, part.end_layer)
-        table.add_row(layers, *_part_cells([part], total), f"{part.bits_per_value:.3f}")
-    table.add_section()
-    for name in dict.fromkeys(part.part for part in variant.parts):
-        alike = [part for part in variant.parts if part.part == name]
-        # The mean over layer groups, weighted by their numbers of values.
-        num_values = sum(8 * part.stored_bytes / part.bits_per_value for part in alike)
-        bits = 8 * sum(part.stored_bytes for part in alike) / num_values
-        table.add_row("all", *_part_cells(alike, total), f"{bits:.3f}")
+    for part in variant.parts:
+        table.add_row(
+            printable(part.part),
+            ", ".join(map(printable, part.codecs)),
+            str(part.num_chunks),
+            format_size(part.stored_bytes),
+            f"{part.stored_bytes / total:.1%}",
+            f"{part.bits_per_value:.3f}",
+        )
     return table
-
-
-def _part_cells(parts: Sequence[PartSummary], total_bytes: int) -> tuple[str, ...]:
-    stored = sum(part.stored_bytes for part in parts)
-    codecs = sorted({printable(codec) for part in parts for codec in part.codecs})
-    return (
-        printable(parts[0].part),
-        ", ".join(codecs),
-        str(sum(part.num_chunks for part in parts)),
-        format_size(stored),
-        f"{stored / total_bytes:.1%}",
-    )

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import Manifest, RegionLayout, TileLayout, Variant
+from sgl_kvfetch.codec import Manifest, Variant
 from sgl_kvfetch.keys import Labels, Namespace, profile_digest
 from sgl_kvfetch.stores import AdminStore, ProfileRow
 from sgl_kvfetch.stores.upkeep import StoredSegment, first_readable_manifest
@@ -79,13 +79,10 @@ async def _summarise_namespace(store: AdminStore, segments: Sequence[StoredSegme
 
 
 class PartSummary(Struct, frozen=True):
-    """One layer group's chunks that hold the same part, over all spans and heads. ``bits_per_value`` divides their size
-    by the number of all K and V values in the layer group."""
+    """The chunks that hold the same part, of all spans, layers and heads. ``bits_per_value`` divides their size by the
+    number of all K and V values of the segment."""
 
-    first_layer: int  # in the model
-    end_layer: int
     part: str
-    layout: str  # empty if the part holds bytes, not integers
     codecs: tuple[str, ...]
     num_chunks: int
     stored_bytes: int
@@ -97,7 +94,6 @@ class VariantSummary(Struct, frozen=True):
     resolution: str
     data_name: str
     missing: bool
-    layouts: dict[str, TileLayout | RegionLayout]
     sizes: Sizes  # this variant and the manifest
     parts: tuple[PartSummary, ...]
     level_bytes: tuple[int, ...] = ()  # of each level after the first
@@ -193,46 +189,27 @@ def _summarise_sides(manifest: Manifest) -> Iterator[SideSummary]:
 
 
 def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
-    """Return sizes, layouts and parts of a variant, and whether some of its data are missing."""
+    """Return sizes and parts of a variant, and whether some of its data are missing."""
     assert stored.manifest is not None
     name = manifest.data_name(variant)
     stored_bytes = stored.manifest.size_bytes + sum(each.size_bytes for each in variant.objects)
-    parts = [
-        _summarise_part(manifest, variant, group, index)
-        for group in range(manifest.grid.num_layer_groups)
-        for index in range(manifest.chunks_per_cell)
-    ]
     return VariantSummary(
         variant.codec,
         variant.resolution,
         name,
         any(manifest.data_name(each) not in stored.data for each in variant.objects),
-        variant.layouts,
         sizes(manifest.kv_bytes, stored_bytes, manifest.namespace.kv_dtype),
-        tuple(parts),
+        tuple(_summarise_part(manifest, variant, index) for index in range(manifest.chunks_per_cell)),
         tuple(level.size_bytes for level in variant.levels),
         variant.num_dropped,
     )
 
 
-def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, index: int) -> PartSummary:
-    """Return what one part of one layer group takes in a variant."""
-    # A manifest can have 400,000 chunks and as many parts: look only at this part's chunks.
-    grid, geometry, step = manifest.grid, manifest.geometry, manifest.chunks_per_cell
-    group_chunks, span_chunks = grid.num_head_blocks * step, manifest.cells_per_span * step
-    starts = range(layer_group * group_chunks + index, len(variant.chunks), span_chunks)
-    chunks = [chunk for start in starts for chunk in variant.chunks[start : start - index + group_chunks : step]]
+def _summarise_part(manifest: Manifest, variant: Variant, index: int) -> PartSummary:
+    """Return what one part takes in a variant. Each cell has a chunk of it."""
+    geometry, chunks = manifest.geometry, variant.chunks[index :: manifest.chunks_per_cell]
     stored_bytes = sum(chunk.size_bytes for chunk in chunks)
-    layers, offset = grid.layers(layer_group), manifest.namespace.first_layer
-    num_tokens = manifest.num_pages * geometry.page_size
-    num_values = num_tokens * len(layers) * manifest.num_heads * (geometry.k_head_dim + geometry.v_head_dim)
-    return PartSummary(
-        offset + layers.start,
-        offset + layers.stop,
-        manifest.parts[index].name,
-        manifest.parts[index].layout,
-        tuple(sorted({chunk.codec for chunk in chunks})),
-        len(chunks),
-        stored_bytes,
-        8 * stored_bytes / num_values,
-    )
+    num_tokens, num_layers = manifest.num_pages * geometry.page_size, manifest.namespace.num_layers
+    num_values = num_tokens * num_layers * manifest.num_heads * (geometry.k_head_dim + geometry.v_head_dim)
+    codecs = tuple(sorted({chunk.codec for chunk in chunks}))
+    return PartSummary(manifest.parts[index].name, codecs, len(chunks), stored_bytes, 8 * stored_bytes / num_values)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _PROJECT = "sgl_kvfetch"
 _CERT_ENV, _KEY_ENV = "KVFETCH_TLS_CLIENT_CERT", "KVFETCH_TLS_CLIENT_KEY"
-_DISTRIBUTIONS = {"PIL": "pillow"}  # packages whose distribution has another name
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
@@ -62,8 +61,7 @@ def needs_package(what: str, error: ModuleNotFoundError) -> ConfigError:
 def how_to_install(package: str) -> str:
     """Return the command that installs a package: by this project's extra that has it, if one has. This project is not
     on PyPI, where anybody could take its name."""
-    distribution = _DISTRIBUTIONS.get(package, package)
-    return f"{sys.executable} -m pip install {_wanted_by(distribution)}"
+    return f"{sys.executable} -m pip install {_wanted_by(package)}"
 
 
 def _wanted_by(distribution: str) -> str:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # these load torch and codecs
 
 MAX_PROBLEMS_AN_OBJECT = 5
 MAX_COMMANDS = 20
+_MOST_JOBS = 256
 
 
 def verify(
@@ -48,9 +49,6 @@ def verify(
     access: StoreAccess,
     key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(Report)] = False,
-    jobs: Annotated[
-        int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
-    ] = os.cpu_count() or 1,
     rebuild: Annotated[
         bool, option(None, "First rebuild the catalog of a directory from its files.", "--rebuild")
     ] = False,
@@ -87,7 +85,7 @@ def verify(
             if not isinstance(part.store, LocalStore):
                 raise ConfigError(f"{part.label} is not a directory; --rebuild works where the disk is")
             await part.store.rebuild()
-        report = await _verify(part.store, await part.list_segments(), keys, jobs)
+        report = await _verify(part.store, await part.list_segments(), keys)
         if not part.prefix:
             report.profiles = await _unusable_profiles(part.store, keys)
             if part.store.has_page:
@@ -131,11 +129,12 @@ async def _unusable_profiles(store: AdminStore, keys: StoreKeys) -> dict[str, st
     return problems
 
 
-async def _verify(store: AdminStore, segments: list[StoredSegment], keys: StoreKeys, jobs: int) -> Report:
-    """Read and check segments, ``jobs`` at a time, and show how far it is."""
+async def _verify(store: AdminStore, segments: list[StoredSegment], keys: StoreKeys) -> Report:
+    """Read and check segments, as many at a time as there are cores, and show how far it is."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
+    jobs = min(os.cpu_count() or 1, _MOST_JOBS)
     with (
         make_progress("verifying", DownloadColumn(True), TransferSpeedColumn()) as progress,
         ThreadPoolExecutor(jobs, thread_name_prefix="kvfetch-verify") as pool,

@@ -22,27 +22,28 @@ async def is_no_sglang(*args: object) -> None:
 
 
 def compared(url: str, *options: str, exit_code: int = 0) -> dict[str, Any]:
-    few = ("--sample", "3", "--tokens", "4", "--wait", "2")
-    return kvfetch_json("compare", "--server", url, *few, *options, exit_code=exit_code)
+    return kvfetch_json("compare", "--server", url, "--prompts", "3", *options, exit_code=exit_code)
 
 
 def test_sound_caches_and_values_that_are_too_coarse(
     host: Shared, store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", "admin")
+    monkeypatch.setattr("sgl_kvfetch.tools.compare._ANSWER_TOKENS", 4)
+    monkeypatch.setattr("sgl_kvfetch.tools.compare._WRITE_WAIT_S", 2.0)
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": make_prompt(number)}) + "\n" for number in range(3)))
     with host.attached(store.url, codec="zstd") as server:
-        (nothing,) = compared(server.url, "--prompts", str(file), exit_code=1)["groups"]
-        (of_server,) = compared(server.url, "--prompts", str(file))["groups"]
-        (stored,) = compared(server.url, "--prompts", str(file), "--flush")["groups"]
+        (nothing,) = compared(server.url, "--file", str(file), exit_code=1)["groups"]
+        (of_server,) = compared(server.url, "--file", str(file))["groups"]
+        (stored,) = compared(server.url, "--file", str(file), "--flush")["groups"]
     with host.attached(store.url, codec="zstd", quantiser="cachegen") as server:
-        (coarse,) = compared(server.url, "--prompts", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
-        table = kvfetch("compare", "--server", server.url, "--prompts", str(file), "--sample", "1", "--most-kl", "0")
+        (coarse,) = compared(server.url, "--file", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
+        table = kvfetch("compare", "--server", server.url, "--file", str(file), "--prompts", "1", "--most-kl", "0")
         with monkeypatch.context() as patch:
             patch.setattr("sgl_kvfetch.tools.compare.server_info", is_no_sglang)
             patch.setattr("sgl_kvfetch.tools.compare._Engine.tokenise", None)  # the prompts are tokens
-            (by_openai,) = compared(server.url, "--prompts", str(file), "--most-kl", "1")["groups"]
+            (by_openai,) = compared(server.url, "--file", str(file), "--most-kl", "1")["groups"]
     for group, source, num_cached in (nothing, "computed", 0), (of_server, "host", 624), (stored, "storage", 624):
         assert (group["source"], group["cached_tokens"], group["num_prompts"]) == (source, num_cached, 3)
         assert group["num_positions"] == 3 * 4

@@ -150,15 +150,18 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "sgl_kvfetch.tools", *arguments]
 
 
+WATCH = "from sgl_kvfetch.tools import encode, main; encode._POLL_S = 0.2; main()"
+
+
 STEP = re.compile("kvfetch: (list|read|encode|put|check|replace|replaced|delete) ([^ ]*)")
 AIMED_AT = ("list", "put", "check", "replaced", "replace")
 
 
 async def live_and_die(url: str, lives_s: float, after_step: str = "list") -> Life:
     """An encoder that is killed so long after it began a step for the first time, the first of all if not told."""
-    arguments = command("encode", url, "--watch", "--verbose", "--poll-interval", "0.2", *ARGUMENTS)
+    arguments = ("encode", url, "--watch", "--verbose", "--grace", str(GRACE_S / 1.5), *ARGUMENTS)
     process = await asyncio.create_subprocess_exec(
-        *arguments, "--grace", str(GRACE_S / 1.5), stderr=asyncio.subprocess.PIPE
+        sys.executable, "-c", WATCH, *arguments, stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     lines: list[bytes] = []

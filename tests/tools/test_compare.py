@@ -8,27 +8,23 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import prometheus_client
 import pytest
 import torch
 from aiohttp import web
-from msgspec.structs import replace
 
 from harness.engine import free_port
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools import sglang_server
 from sgl_kvfetch.tools.compare import (
-    ComparedGroup,
     Comparison,
     TopAnswer,
     _Case,
     _Engine,
-    _Export,
     _Run,
     compared,
     divergence,
 )
-from sgl_kvfetch.tools.sglang_server import ask_server, open_server, samples_of, server_info, server_samples, total
+from sgl_kvfetch.tools.sglang_server import ask_server, open_server, server_info, server_samples
 from tests.tools.conftest import kvfetch
 
 
@@ -74,7 +70,7 @@ def test_where_most_tokens_came_from() -> None:
 def test_a_comparison_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of which nothing came from a cache were computed three times."""
     answer = TopAnswer([1], [{1: -0.1}], {})
-    run = _Run("http://x", None, [8], 1, 1, 0.03, False, 0.0)
+    run = _Run("http://x", None, [8], 1, 0.03, False)
     group = run._judged("8 tokens", answer.source, [_Case(8, answer, answer, answer)])
     result = Comparison("http://x", "model", 0.03, 0, [group])
 
@@ -87,16 +83,6 @@ def test_a_comparison_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -
     assert "nothing compared" in found.stdout
     assert "nothing came from a cache" in found.stdout
     assert "sound" not in found.stdout
-
-
-def test_comparisons_that_go_on_export_what_they_find() -> None:
-    group = ComparedGroup("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, "differs")
-    export = _Export(free_port())
-    export.add(Comparison("http://x", "model", 0.03, 0, [group, replace(group, source="device", kl=0, found="sound")]))
-    found = samples_of(prometheus_client.generate_latest().decode())
-    for source, result, kl in ("storage", "differs", 0.4), ("device", "sound", 0):
-        assert total(found, "sgl_kvfetch_answers_compared_total", source=source, result=result) == 3
-        assert total(found, "sgl_kvfetch_answers_kl", source=source, group="turn 1") == kl
 
 
 @asynccontextmanager
@@ -162,7 +148,7 @@ async def test_malformed_log_probabilities_are_named(logprob: str, is_sglang: bo
         answering(lambda _: web.Response(text=ours if is_sglang else openai)) as url,
         open_server(url) as session,
     ):
-        engine = _Engine(session, url, "model", is_sglang, 100, 1)
+        engine = _Engine(session, url, "model", is_sglang, 100)
         with pytest.raises(StoreError, match="the answer is malformed") as caught:
             await engine.ask([1, 2], None)
         assert caught.value.reason == "protocol"
@@ -171,5 +157,5 @@ async def test_malformed_log_probabilities_are_named(logprob: str, is_sglang: bo
 @pytest.mark.parametrize("meta", ["{}", '{"output_token_logprobs": [[-1, 1, null]]}'])
 async def test_answers_without_log_probabilities_are_named(meta: str) -> None:
     async with answering(lambda _: web.Response(text=f'{{"meta_info": {meta}}}')) as url, open_server(url) as session:
-        with pytest.raises(StoreError, match="expected 1 of each"):
-            await _Engine(session, url, "model", True, 100, 1).ask([1, 2], None)
+        with pytest.raises(StoreError, match="expected 16 of each"):
+            await _Engine(session, url, "model", True, 100).ask([1, 2], None)

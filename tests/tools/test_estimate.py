@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sgl_kvfetch.tools import estimate
 from sgl_kvfetch.tools.estimate import CODINGS, parse_link, values_per_token
 from tests.tools.conftest import kvfetch, kvfetch_json
 
@@ -38,15 +39,16 @@ def measured() -> dict[tuple[int, str], list[float]]:
     return rows
 
 
-def test_it_is_within_a_fifth_of_what_was_measured(config: Path) -> None:
+def test_it_is_within_a_fifth_of_what_was_measured(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch is what raw reuse over 0.1 Gbps took beside transmitting: all other times follow from it."""
+    monkeypatch.setattr(estimate, "_DECODE_THREADS", 1)
     rows = measured()
     assert len(rows) == 9
     raw_bytes = values_per_token(str(config)) * 2
     for (tokens, gbps), (computing, raw, _, _, ours) in rows.items():
         batch_s = rows[tokens, "0.1"][1] - 8 * tokens * raw_bytes / 0.1e9
         options = ("--link", f"{gbps}Gbps", "--prefill-tps", f"{tokens / computing}", "--batch", f"{batch_s}")
-        found = kvfetch_json("estimate", "--model", str(config), *options, "--decode-threads", "1")
+        found = kvfetch_json("estimate", "--model", str(config), *options)
         assert found["computing_s"][str(tokens)] == pytest.approx(computing)
         for name, seconds in (("raw", raw), ("klt", ours)):
             assert found["codings"][name]["ttft_s"][str(tokens)] == pytest.approx(seconds, rel=0.2), (tokens, gbps)
@@ -60,21 +62,13 @@ def test_bits_a_value_are_those_of_the_codec_s_page() -> None:
     assert CODINGS["klt"].bits_per_value == pytest.approx(default, rel=0.03)
 
 
-def test_sizes_break_even_and_costs(config: Path) -> None:
-    use = ("--users", "10", "--days", "3", "--prompts", "5", "--tokens", "10000")
+def test_sizes_and_break_even(config: Path) -> None:
+    use = ("--days", "3", "--prompts", "50", "--tokens", "10000")
     args = ("estimate", "--model", str(config.parent), "--link", "1Gbps", "--prefill-tps", "1000", "--batch", "0.1")
     raw = kvfetch_json(*args, *use)["codings"]["raw"]
     assert raw["bytes_per_token"] == 23040
-    assert raw["stored_bytes"] == 10 * 3 * 5 * 10000 * 23040
+    assert raw["stored_bytes"] == 3 * 50 * 10000 * 23040
     assert raw["break_even_tokens"] == 123  # 0.1 s, at 1 ms less 0.18 ms a token
-    prompts = 30 * 10 * 5  # a month; each has two segments, of 180 and 40 MiB
-    assert raw["s3_usd_a_month"]["puts"] == pytest.approx(4 * prompts * 5e-6)
-    assert raw["s3_usd_a_month"]["gets"] == pytest.approx((2 + 45 + 10) * prompts * 0.4e-6)
-    assert raw["s3_usd_a_month"]["storage"] == pytest.approx(raw["stored_bytes"] / 1e9 * 0.023)
-    given = kvfetch_json(*args, *use, "--s3-prices", "0.05,10,1")["codings"]["raw"]["s3_usd_a_month"]
-    assert given["puts"] == pytest.approx(4 * prompts * 0.01)
-    assert given["gets"] == pytest.approx((2 + 45 + 10) * prompts * 0.001)
-    assert given["storage"] == pytest.approx(raw["stored_bytes"] / 1e9 * 0.05)
     lines = kvfetch(*args[:-4], "--prefill-tps", "1e9").stdout
     assert lines.count("never") == len(CODINGS)
 
@@ -93,7 +87,6 @@ def test_the_first_line_is_whether_it_is_worth_it(config: Path, link: str, prefi
     assert kvfetch_json(*options)["verdict"].startswith(expected)
     said = kvfetch(*options).stdout
     assert said.startswith(expected[:9])
-    assert "in 2024, by aws.amazon.com/s3/pricing; --s3-prices takes yours" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

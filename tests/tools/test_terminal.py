@@ -21,7 +21,7 @@ from sgl_kvfetch.tools.terminal import StoreAccess, _Formatter, format_size, mak
 from sgl_kvfetch.user_files import TOKEN_ENV, parse_duration, parse_size
 from tests.tools.conftest import Stored, kvfetch
 
-HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}
+HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang"}
 
 
 @pytest.mark.parametrize(

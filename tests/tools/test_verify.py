@@ -60,7 +60,7 @@ def test_a_sound_store(stored: Stored) -> None:
     assert report["num_chunks"] == sum(len(s.manifest.variants[0].chunks) for s in stored.segments)
     assert report["read_bytes"] == sum(p.stat().st_size for p in stored.root.rglob("*.kv?"))
     assert report["problems"] == report["orphans"] == []
-    result = kvfetch("verify", str(stored.root), "--jobs", "1")
+    result = kvfetch("verify", str(stored.root))
     assert result.exit_code == 0
     assert "3 segments" in result.stdout
     assert "all is well" in result.stdout

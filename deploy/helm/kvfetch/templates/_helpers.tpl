@@ -18,16 +18,3 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
-
-{{- /* Not the store's labels: its service would send requests to the comparing pod. */ -}}
-{{- define "kvfetch.compareSelector" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}-compare
-app.kubernetes.io/instance: {{ .Release.Name }}
-{{- end -}}
-
-{{- define "kvfetch.compareLabels" -}}
-{{ include "kvfetch.compareSelector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
-{{- end -}}
