@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import ssl
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,14 +35,18 @@ class StoreProcess:
         ca_file: Path | None = None,
         link_gbps: Sequence[float] = (),
         command: Sequence[str] = (),
+        config: Mapping[str, float] | None = None,
     ) -> None:
         """Prepare a store; entering the context starts it.
 
         ``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``link_gbps``: put the
         store behind a `SlowLink` of this speed. ``command``: how to run ``kvfetch``; by default this Python runs it.
+        ``config``: fields of `ServerConfig` that the command line does not have.
         """
         speeds = ",".join(f"{gbps:.6f}" for gbps in link_gbps)
         module = ["harness.slow_link", speeds] if speeds else ["sgl_kvfetch.tools"]
+        if config is not None:
+            module = ["harness.serve_with", json.dumps(config)]
         command = command or (sys.executable, "-X", "faulthandler", "-m", *module)
         self.directory = Path(directory)
         self.port = port or free_port()

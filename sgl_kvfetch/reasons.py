@@ -124,7 +124,7 @@ ADVICE: dict[Reason, str] = {
     Reason.TRUNCATED: "a proxy between server and store that cuts answers",
     Reason.PROTOCOL: "a proxy between server and store that changes answers",
     Reason.FULL: "a larger --capacity",
-    Reason.TOO_LARGE: "a larger --max-object, or a --capacity of more than one object; in lookups, larger pages",
+    Reason.TOO_LARGE: "a larger --capacity, of more than one object; in lookups, larger pages",
     Reason.INVALID: "equal versions of store and servers",
 }
 

@@ -22,7 +22,7 @@ LEAST = {"image": "registry/kvfetch:1", "tokenSecret": "tokens"}
 ALL = {
     "tlsSecret": "tls",
     "storageClassName": "fast",
-    "options": "{--max-uploads=8}",
+    "options": "{--max-connections=8}",
     **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
 }
 ALL_MONITORS = {"serviceMonitor.enabled": "true"}
@@ -151,12 +151,11 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
         ({"volume": "10GiB"}, "volume"),
         ({"capacity": "60"}, "capacity"),
         ({"volume": "500"}, "volume"),
-        ({"options": "{max-uploads}"}, "options"),
+        ({"options": "{max-connections}"}, "options"),
         ({"options": "{--nonsense}"}, "options"),
         ({"options": "{--nonsense=1}"}, "options"),
         ({"options": "{--capacity=1TiB}"}, "options"),  # the chart's own
-        ({"options": "{--max-uploads}"}, "options"),
-        ({"options": "{--max-object=60}"}, "options"),
+        ({"options": "{--max-connections}"}, "options"),
         *(({"service.port": port}, "port") for port in ("0", "-1", "65536", "99999", "http")),
         ({"service.type": "clusterip"}, "type"),
         *(({"serviceMonitor.interval": each}, "interval") for each in ("abc", "15", "15 s", "-")),

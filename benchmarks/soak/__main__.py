@@ -102,7 +102,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="MIB",
         help="files may exceed the capacity by this; under attacks, a long pin's come on top",
     )
-    parser.add_argument("--orphan-age", type=float, default=10.0, metavar="S", help="of `kvfetch serve`")
+    parser.add_argument(
+        "--orphan-age", type=float, default=10.0, metavar="S", help="at which `kvfetch serve` removes unfinished writes"
+    )
     parser.add_argument("--longest-lookup", type=float, default=5.0, metavar="S", help="a slower one is a failure")
     parser.add_argument(
         "--disk", choices=("tmpfs", "limit"), default="tmpfs" if os.geteuid() == 0 else "limit", help="how it gets full"

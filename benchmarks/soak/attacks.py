@@ -39,7 +39,6 @@ _PADDING_BYTES = 900_000
 _PAUSE_S = 0.2
 _LOCKED_S = 1.0
 _TIMEOUT_S = 120.0
-_JSON = {"Content-Type": "application/json"}  # which prompts must have
 _LARGE = "large manifests"
 _BUSY = (503,)  # the store says so and when to try again
 
@@ -61,7 +60,6 @@ class Attacker:
         self._catalog = folder / ".catalog" / "catalog.sqlite"
         self._session = session
         tokens = [1_000_000_000 + number for number in range(MAX_LOOKUP_PAGES)]
-        self._prompt = msgspec.json.encode({"prompt": tokens, "page_size": 1})
         self._chain = hashes_of(tokens, 1)
         self._models = [
             f"{number} ".ljust(_LONG_NAME_CHARS * (number < _NUM_LONG_NAMES), "\x01") for number in range(_NUM_MODELS)
@@ -87,7 +85,6 @@ class Attacker:
         folder = head_slice(self._models[0]).folder
         wide = {"namespace": head_slice(_LARGE).folder, "page_hashes": b"".join(self._large)}
         attacks = {
-            "prompts": _Attack(partial(self._send, "POST", Route.PROMPTS, self._prompt), (200, *_BUSY), 2),
             "lookups": _Attack(
                 partial(self._send, "POST", Route.LOOKUP, msgspec.msgpack.encode(wide)), (200, *_BUSY), 2
             ),
@@ -131,8 +128,7 @@ class Attacker:
     async def _send(self, method: str, path: str, body: bytes | None = None, host: str = "localhost") -> int:
         url = URL(self._url + path, encoded=True)
         data = None if body is None else io.BytesIO(body)
-        headers = {"Host": host} | (_JSON if path == Route.PROMPTS else {})
-        async with self._session.request(method, url, data=data, headers=headers) as response:
+        async with self._session.request(method, url, data=data, headers={"Host": host}) as response:
             await response.read()
             return response.status
 
@@ -145,7 +141,6 @@ class Attacker:
         return await self._send(
             *random.choice(
                 [
-                    ("POST", Route.PROMPTS, b'{"prompt": "\xff", "page_size": 1}'),
                     ("POST", Route.LOOKUP, b"\x82\xa9namespac\xff\xa0"),
                     ("GET", f"{Route.SEGMENTS}/%ff.kvm", None),
                     ("PUT", f"{Route.OBJECTS}/..%2f..%2fetc", b"x"),
@@ -154,13 +149,12 @@ class Attacker:
         )
 
     async def _trickle(self) -> int | None:
-        """Announce a prompt of 1 MB, and send a byte a second of it. Return the status if there is an answer."""
+        """Announce a lookup of 1 MB, and send a byte a second of it. Return the status if there is an answer."""
         url = URL(self._url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         try:
-            headers = {"Host": "localhost", "Content-Length": "1000000"} | _JSON
-            lines = [f"POST {Route.PROMPTS} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-            writer.write("\r\n".join(lines).encode())
+            head = f"POST {Route.LOOKUP} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+            writer.write(head.encode())
             while True:
                 writer.write(b" ")
                 try:

@@ -143,7 +143,8 @@ class Soak:
         self._attacks: dict[str, dict[str, int]] = {}
         self._store = StoreProcess(
             disk.folder,
-            extra_args=["--capacity", f"{settings.capacity_bytes}B", "--orphan-age", str(settings.orphan_age_s)],
+            extra_args=["--capacity", f"{settings.capacity_bytes}B"],
+            config={"orphan_age_s": settings.orphan_age_s},
         )
         self._store_runs = asyncio.Lock()  # to hold while the store must run, or while it does not
 

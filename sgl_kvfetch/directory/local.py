@@ -489,12 +489,6 @@ class LocalStore(AdminStore):
         self._note_use([hit.manifest_name for hit in found])
         return found
 
-    async def stored_run(self, namespace: str, page_hashes: Sequence[bytes]) -> tuple[int, str]:
-        """Return how many pages a lookup finds by the catalog alone, and a manifest's name, "" if there is none."""
-        with files.os_errors(f"looking up in {namespace}"):
-            found = await self.workers.run("lookups", self._find, namespace, page_hashes)
-        return sum(hit.num_pages for hit in found), found[0].manifest_name if found else ""
-
     def _with_manifests(self, found: Sequence[index.IndexHit], *, accept_other: bool) -> Iterator[SegmentHit]:
         """Read the manifests, up to the first that is not as in the catalog.
 

@@ -33,7 +33,7 @@ class ServerConfig:
     insecure: bool = False  # allow access from other hosts without a token
     capacity_bytes: int | None = None  # segments are evicted above it; None for no limit
     drop_levels: int = 0  # that a segment loses before any segment is evicted
-    max_body_bytes: int = 4 << 30  # per uploaded object
+    max_body_bytes: int = 16 << 30  # per uploaded object
     max_uploads: int = 64  # concurrent uploads; further ones wait for ``upload_wait_s``, then get 503
     upload_wait_s: float = 5.0
     max_connections: int = 4096  # further clients get 503; fewer if the limit of open files is low
@@ -49,7 +49,6 @@ class ServerConfig:
     upstream_index: str | None = None  # the index of an ``s3://`` upstream
     tls_client_cert: str | None = None  # PEM file, for an upstream that demands a certificate
     tls_client_key: str | None = None  # its key, if that is not in the same file
-    tokenizer: str | None = None  # a model's folder or name: turns texts that are looked up on the page into tokens
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values out of range, and for options that need or exclude each other."""

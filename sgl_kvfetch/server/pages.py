@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.resources import files
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec import NO_KEYS, Manifest, decode_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.directory.local import FolderUsage
-from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, Namespace, parse_object_name
 from sgl_kvfetch.log import LimitedLogger, one_line
-from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
-from sgl_kvfetch.server.bodies import BodyReader, Overloaded, json_answer
+from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import AnswerTimes, Client, Failure, ServerMetrics
-from sgl_kvfetch.server.tokens import ROLE, Role, require_role
+from sgl_kvfetch.server.tokens import ROLE
 from sgl_kvfetch.status import MAX_AUDITS_BYTES, Audits
 from sgl_kvfetch.stores import (
-    MAX_LABEL,
-    PINS,
-    Pin,
     ProfileRow,
     Verified,
     is_namespace,
     list_profiles,
     profile_rows,
-    put_pin,
 )
 from sgl_kvfetch.stores.notes import last_verified
-from sgl_kvfetch.stores.upkeep import whole_pages
-from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
+from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
 from sgl_kvfetch.types import first_to_last
 from sgl_kvfetch.user_files import replace_file
 
@@ -105,8 +97,6 @@ _MOST_FOLDERS = 1000  # in an answer
 _MOST_NAME_CHARS = 200
 _MOST_TOLD = 64  # servers of a folder whose audits are shown
 _AUDITS_TIMES = 4  # memory for what audits found, in sizes of its body
-_PROMPT_S = 30.0
-_PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its body
 _LIMIT = 50  # segments in an answer
 _PREFIX = re.compile("[0-9]{0,8}(-[0-9a-f]{0,64})?")
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -219,7 +209,6 @@ class Summary(msgspec.Struct, frozen=True):
     disk_bytes: int
     disk_free_bytes: int
     failures: list[Failure]  # the last ones, the oldest first
-    takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
     profiles: list[ProfileRow]  # the newest first
     verified: LastVerified | None
@@ -227,14 +216,6 @@ class Summary(msgspec.Struct, frozen=True):
     history: list[LoadSample]
     days: list[LoadSample]  # of what the charts show, of a week
     answer_times: dict[str, AnswerTimes]  # of ``history``, by kind: lookup, read, write
-
-
-class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    prompt: Prompt
-    page_size: Annotated[int, Meta(ge=1, le=1 << 20)]
-    cache_salt: str | None = None
-    pin: bool = False  # whether to pin the prompt, which needs the role ``admin``
-    label: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the pin's
 
 
 class _Kind(NamedTuple):
@@ -270,7 +251,6 @@ class PageHandlers:
         self._asking = asyncio.Lock()
         self._listed: dict[str, tuple[float, bytes]] = {}  # by folder and prefix: when, and the answer
         self._listing = asyncio.Lock()
-        self._prompting = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
         names = {path: path[1:] or "page.html" for path in PAGE_PATHS}
@@ -280,7 +260,6 @@ class PageHandlers:
             web.get(Route.SUMMARY, self.summary, allow_head=False),
             web.get(Route.SEGMENTS, self.segments, allow_head=False),
             web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
-            web.post(Route.PROMPTS, self.prompt),
             web.put(Route.AUDITS + "/{folder}", self.put_audits),
         ]
 
@@ -348,7 +327,6 @@ class PageHandlers:
                     usage.disk_bytes,
                     usage.disk_free_bytes,
                     list(self._metrics.last_failures),
-                    self._config.tokenizer is not None,
                     [self._with_servers(row) for row in self._folders],
                     self._profiles,
                     await self._verified.get(f"{row.weights}/{row.digest}" for row in self._profiles),
@@ -478,45 +456,6 @@ class PageHandlers:
         }
         return json_answer(about)
 
-    async def prompt(self, request: web.Request) -> web.StreamResponse:
-        """Say how many of a prompt's pages are stored, by namespace."""
-        if request.content_type != "application/json":  # pages of other sites can send other types unasked
-            raise web.HTTPUnsupportedMediaType(text="expected Content-Type: application/json")
-        body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _PROMPT_TIMES)
-        try:
-            query = msgspec.json.decode(body, type=PromptQuery)
-            if query.pin:
-                require_role(request, Role.ADMIN)
-            if isinstance(query.prompt, str) and self._config.tokenizer is None:
-                raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
-            async with asyncio.timeout(_PROMPT_S), self._prompting:
-                num_tokens, hashes = await asyncio.to_thread(_hashes_of, query, self._config.tokenizer or "")
-                stored = await self._stored(hashes) if hashes else {}
-        except (*DECODE_ERRORS, ConfigError) as e:
-            raise web.HTTPBadRequest(text=str(e)) from e
-        except TimeoutError as e:
-            raise Overloaded("time", f"looking the prompt up in all folders took longer than {_PROMPT_S:g} s") from e
-        name = hashes[-1].hex() if hashes else None
-        if query.pin and name is not None:
-            await put_pin(self._store, Pin(query.label, query.page_size, b"".join(hashes)))
-        pin = name if name is not None and await self._store.get_note(PINS, name) is not None else None
-        found = {"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored, "pin": pin}
-        return json_answer(found)
-
-    async def _stored(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return what `pages_stored` does, from the catalog and one manifest a namespace."""
-        runs: dict[str, int] = {}
-        num_heads: dict[str, int] = {}
-        for folder in await self._store.folders():
-            num_pages, some_manifest = await self._store.stored_run(folder, hashes)
-            if num_pages:
-                runs[folder] = num_pages
-                namespace = folder.partition(".")[0]
-                if namespace not in num_heads and (content := await self._store.peek(some_manifest)) is not None:
-                    with contextlib.suppress(FormatError):  # `kvfetch verify` reports it; other folders count
-                        num_heads[namespace] = (await asyncio.to_thread(decode_manifest, content)).namespace.num_heads
-        return whole_pages(runs, num_heads)
-
 
 def _names(manifest: Manifest) -> tuple[str, str, str, str]:
     """Return the names of a segment's model and quantiser for people, and their identities."""
@@ -535,11 +474,3 @@ def _cache(namespace: Namespace) -> str:
         if value != "None" and text not in (namespace.kv_dtype, f"dtype {namespace.kv_dtype}"):
             parts.append(text)
     return ", ".join(parts)[:_MOST_NAME_CHARS]
-
-
-def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:
-    """Return a prompt's number of tokens, and the hashes of its pages. Raises ConfigError."""
-    (tokens,) = tokenise(tokenizer, [query.prompt])
-    if len(tokens) // query.page_size > MAX_LOOKUP_PAGES:
-        raise ConfigError(f"the prompt has more than {MAX_LOOKUP_PAGES} pages of {query.page_size} tokens")
-    return len(tokens), page_hashes(tokens, query.page_size, query.cache_salt)

@@ -208,7 +208,7 @@ def fit_connections(most: int, max_uploads: int) -> int:
     if allowed < min(most, 16):
         raise ConfigError(
             f"the limit of {soft} open files is too low for {max_uploads} uploads and 16 connections; "
-            "raise it (ulimit -n), or lower --max-uploads"
+            "raise it (ulimit -n)"
         )
     if allowed < most:
         logger.warning("the limit of %d open files allows %d connections, not %d", soft, allowed, most)

@@ -25,7 +25,6 @@ class Route(StrEnum):
     METRICS = "/metrics"
     SUMMARY = "/v1/summary"
     SEGMENTS = "/v1/segments"
-    PROMPTS = "/v1/prompts"
     AUDITS = "/v1/audits"
 
 

@@ -62,35 +62,9 @@ def serve(
     ] = None,
     index: IndexOption = None,
     insecure: Annotated[bool, option(None, "Accept other hosts without a token.", "--insecure")] = False,
-    orphan_age_s: Annotated[
-        float, option("SECONDS", "Age at which unfinished writes are removed.", "--orphan-age")
-    ] = 900.0,
-    max_object: Annotated[str, option("SIZE", "Largest object that is accepted.")] = "4GiB",
-    max_uploads: Annotated[
-        int, option("COUNT", "Most uploads at a time; further clients are told to retry later.")
-    ] = 64,
     max_connections: Annotated[
         int, option("COUNT", "Most open connections; further clients are told to retry later.")
     ] = 4096,
-    idle_timeout_s: Annotated[
-        float,
-        option(
-            "SECONDS",
-            "Close connections without a request for so long, or that move under 1 MiB of a body in this time.",
-            "--idle-timeout",
-        ),
-    ] = 30.0,
-    tokenizer: Annotated[
-        str | None,
-        option(
-            "MODEL",
-            "A model's folder or name: with its tokenizer, the store's page looks up texts, not only tokens. "
-            "Needs transformers.",
-        ),
-    ] = None,
-    grace_s: Annotated[
-        float, option("SECONDS", "How long to wait for open requests before stopping.", "--grace")
-    ] = 10.0,
 ) -> None:
     """Serve a directory as a store, until Ctrl-C or SIGTERM.
 
@@ -123,13 +97,7 @@ def serve(
         tls_client_key=key,
         capacity_bytes=parse_size(capacity) if capacity is not None else None,
         drop_levels=drop_levels,
-        max_body_bytes=parse_size(max_object),
-        max_uploads=max_uploads,
         max_connections=max_connections,
-        idle_timeout_s=idle_timeout_s,
-        orphan_age_s=orphan_age_s,
-        grace_s=grace_s,
-        tokenizer=tokenizer,
     )
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

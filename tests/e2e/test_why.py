@@ -241,7 +241,7 @@ def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: P
         # A file that may not grow has the effect of a full disk.
         full_disk = "prlimit", f"--fsize={256 << 10}", sys.executable, "-m", "sgl_kvfetch.tools"
         for seed, reason, limits in (
-            (2, Reason.TOO_LARGE, {"extra_args": ("--max-object", "4KiB")}),
+            (2, Reason.TOO_LARGE, {"config": {"max_body_bytes": 4096}}),
             (3, Reason.FULL, {"command": full_disk}),
         ):
             with StoreProcess(store.directory, port=store.port, **limits) as limited:

@@ -147,7 +147,7 @@ _served = cache(_Served)
 METHODS = ("GET", "PUT", "POST", "DELETE", "HEAD")
 PATHS = (
     "/v1/objects", "/v1/lookup", "/v1/notes/pins", "/v1/check", "/v1/folders", "/healthz", "/metrics", "/v1/summary",
-    "/v1/segments", "/v1/prompts", "/v1/objects/*", "/v1/notes/profiles/*",
+    "/v1/segments", "/v1/objects/*", "/v1/notes/profiles/*",
 )  # fmt: skip
 HEADERS = ("Range", "If-Match", "If-None-Match", "Content-Type", "Accept")
 

@@ -12,7 +12,6 @@ import pytest
 
 from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory import files, local
 from sgl_kvfetch.directory.local import LocalStore
@@ -53,25 +52,6 @@ def test_a_request_gets_at_most_half_of_what_is_left() -> None:
         one.take(1)  # a thread that goes on after its request
 
 
-async def test_a_prompt_is_looked_up_without_reading_the_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[str] = []
-
-    def decode(content: bytes) -> Any:
-        manifest = decode_manifest(content)
-        decoded.append(manifest.key.manifest_name)
-        return manifest
-
-    chain = hashes_of(TOKENS, 1)
-    models = ("a", "b", "c")
-    segments = [make_segment(chain, first, 2, model=model) for model in models for first in range(0, 8, 2)]
-    async with serving(tmp_path, *segments) as session:
-        monkeypatch.setattr(pages, "decode_manifest", decode)
-        async with session.post(wire.Route.PROMPTS, json={"prompt": TOKENS, "page_size": 1}) as response:
-            found = await response.json()
-    assert found["stored_pages"] == {head_slice(model).namespace.digest(): 8 for model in models}
-    assert len(decoded) == len(models)  # one of each namespace: the heads of the model
-
-
 async def test_a_lookup_takes_memory_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = page_hashes(8)
     segments = [make_segment(chain, first, 2) for first in range(0, 8, 2)]
@@ -100,7 +80,7 @@ async def test_a_lookup_takes_memory_before_it_reads(tmp_path: Path, monkeypatch
     assert budget.left_bytes == 1 << 20
 
 
-@pytest.mark.parametrize("path", [wire.Route.LOOKUP, wire.Route.PROMPTS, f"{wire.Route.NOTES}/pins/{'0' * 64}"])
+@pytest.mark.parametrize("path", [wire.Route.LOOKUP, f"{wire.Route.NOTES}/pins/{'0' * 64}"])
 async def test_bodies_take_memory_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -186,39 +166,9 @@ async def test_a_store_of_too_many_folders_says_so(tmp_path: Path, monkeypatch: 
     await store.close()
 
 
-async def test_one_prompt_is_looked_up_at_a_time_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pages, "_PROMPT_S", 0.2)
-    looking = 0
-    most = 0
-
-    async def hang(store: LocalStore, folder: str, hashes: Any) -> Any:
-        nonlocal looking, most
-        looking += 1
-        most = max(most, looking)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            looking -= 1
-
-    monkeypatch.setattr(LocalStore, "stored_run", hang)
-    async with serving(tmp_path, *segments_of(TOKENS, "a")) as session:
-
-        async def ask() -> int:
-            async with session.post(wire.Route.PROMPTS, json={"prompt": TOKENS, "page_size": 1}) as response:
-                return response.status
-
-        assert set(await asyncio.gather(ask(), ask())) == {503}
-        assert await metric(session, "failures_total", cause="time") == 2
-    assert most == 1
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        ("POST", wire.Route.PROMPTS, b'{"prompt": "\xff", "page_size": 1}'),
-        ("POST", wire.Route.PROMPTS, b"\xff"),
         ("POST", wire.Route.LOOKUP, msgspec.msgpack.encode({"namespace": FOLDER + "\n", "page_hashes": b""})),
         ("POST", wire.Route.LOOKUP, b"\x82\xa9namespac\xff\xa0\xabpage_hashes\xc4\x00"),
         ("GET", f"{wire.Route.SEGMENTS}/%ff", None),

@@ -69,7 +69,7 @@ async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: by
 
 @pytest.mark.parametrize(
     "request_line",
-    [f"POST {wire.Route.LOOKUP}", f"POST {wire.Route.PROMPTS}", f"PUT {wire.Route.NOTES}/pins/{'0' * 64}"],
+    [f"POST {wire.Route.LOOKUP}", f"PUT {wire.Route.NOTES}/pins/{'0' * 64}"],
 )
 async def test_a_request_that_brings_no_body_is_refused(tmp_path: Path, request_line: str) -> None:
     headers = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"

@@ -123,18 +123,6 @@ def test_a_server_s_memory_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-async def test_prompts_are_asked_for_as_json_alone(tmp_path: Path, kind: str) -> None:
-    """A page of another site can send other types without asking the store first."""
-    async with serving(tmp_path) as session:
-        body, headers = b'{"prompt": [1], "page_size": 1}', {"Content-Type": kind}
-        async with session.post(wire.Route.PROMPTS, data=body, headers=headers) as answer:
-            assert answer.status == 415
-        async with session.post(wire.Route.PROMPTS, data=body, headers={"Content-Type": "application/json"}) as answer:
-            assert answer.status == 200
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
 async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path, site: str) -> None:
     headers = {"Sec-Fetch-Site": site}

@@ -12,7 +12,6 @@ from harness.waiting import until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import pages
 from sgl_kvfetch.stores import wire
 from tests.odd_segments import odd_segments
@@ -67,18 +66,6 @@ async def test_a_folder_that_cannot_be_shown_costs_one_row(
     assert rows[good.manifest.heads.folder]["model"] == "conformance"
     assert rows[bad.manifest.heads.folder]["model"] == ""
     assert rows[bad.manifest.heads.folder]["num_segments"] == 1
-
-
-@pytest.mark.process
-async def test_a_damaged_folder_hides_no_other_from_prompts(tmp_path: Path) -> None:
-    tokens = list(range(8))
-    hashes = hashes_of(tokens, 1, None)
-    good, bad = make_segment(hashes, 0, 8), make_segment(hashes, 0, 8, model="bad")
-    async with serving(tmp_path, good, bad) as session:
-        (tmp_path / bad.manifest.key.manifest_name).write_bytes(b"damaged")
-        async with session.post(wire.Route.PROMPTS, json={"prompt": tokens, "page_size": 1}) as answer:
-            found = await answer.json()
-    assert found["stored_pages"] == {good.manifest.heads.folder.partition(".")[0]: 8}
 
 
 @pytest.mark.process

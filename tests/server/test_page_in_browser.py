@@ -218,16 +218,6 @@ def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> No
     page.until(lambda: len(page.all("#segments tbody tr")) == 1)
 
 
-def test_a_prompt_is_pinned_and_unpinned(page: Browser) -> None:
-    page.find("#text").send_keys(str(TOKENS))
-    page.find("#page-size").clear()
-    page.find("#page-size").send_keys("1", Keys.ENTER)
-    page.click("#pin")
-    page.until(lambda: "whole pages, pinned" in page.text("#prompt output"))
-    page.click("#unpin")
-    page.until(lambda: "pinned" not in page.text("#prompt output"))
-
-
 def test_a_chart_says_what_was_when(page: Browser) -> None:
     script = """
         latest.history = [0, 10, 20].map((at_s) => ({ at_s, values: { "lookups_total:hit": at_s * at_s } }));
@@ -376,15 +366,6 @@ def test_names_are_text(page: Browser) -> None:
     """A model is called what a writer says."""
     assert EVIL in page.text("#folders")
     assert not page.all("#folders img")
-
-
-def test_a_prompt_by_keyboard_alone(page: Browser) -> None:
-    page.driver.execute_script("document.querySelector('#text').focus()")
-    page.press(str(TOKENS), Keys.TAB, Keys.END, Keys.BACKSPACE, Keys.BACKSPACE, "1", Keys.TAB, Keys.TAB, Keys.ENTER)
-    page.until(lambda: "whole pages" in page.text("#prompt output"))
-    lines = page.text("#prompt output").splitlines()
-    assert lines[0] == "40 tokens, 40 whole pages"
-    assert "conformance: 32 of 40 pages are stored" in lines
 
 
 def test_a_table_s_place_survives_an_update(page: Browser) -> None:

@@ -89,8 +89,6 @@ async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
             assert "unsafe" not in policy
         for path in (wire.Route.SUMMARY, wire.Route.SEGMENTS, f"{wire.Route.SEGMENTS}/x"):
             await get(session, path, status=401)
-        async with session.post(wire.Route.PROMPTS, json={}) as response:
-            assert response.status == 401
         async with session.get(wire.Route.SUMMARY, headers=AUTHORISED) as response:
             assert response.status == 200
 
@@ -311,19 +309,6 @@ async def test_a_summary_has_the_last_failures_and_the_token_s_role(
         assert 0 < summary["disk_free_bytes"] < summary["disk_bytes"]
 
 
-async def test_only_admins_pin_a_prompt(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("write w\nadmin a\n")
-    query = {"prompt": [1, 2, 3], "page_size": 1, "pin": True, "label": "intro"}
-    async with serving(tmp_path / "store", token_file=tokens) as session:
-        for token, status in (("w", 403), ("a", 200)):
-            headers = {"Authorization": f"Bearer {token}"}
-            async with session.post(wire.Route.PROMPTS, json=query, headers=headers) as response:
-                assert response.status == status
-                found = await response.json()
-        assert found["pin"] == hashes_of([1, 2, 3], 1)[-1].hex()
-
-
 async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
     long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
     folder = long.manifest.heads.folder
@@ -364,38 +349,8 @@ async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
         assert name in (await get(session, f"{wire.Route.SEGMENTS}/{name}", status=422))["message"]
 
 
-async def test_a_prompt_has_as_many_pages_as_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MAX_LOOKUP_PAGES", 3)
-    async with serving(tmp_path) as session:
-        for num_tokens, status in ((3, 200), (4, 400)):
-            query = {"prompt": list(range(num_tokens)), "page_size": 1}
-            async with session.post(wire.Route.PROMPTS, json=query) as response:
-                assert response.status == status
-
-
-async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
-    tokens = list(range(40))
-    segment = make_segment(hashes_of(tokens, 16), 0, 2)
-    async with serving(tmp_path, segment) as session:
-
-        async def ask(status: int = 200, **query: Any) -> Any:
-            async with session.post(wire.Route.PROMPTS, json=query) as response:
-                assert response.status == status
-                return await response.json()
-
-        digest = segment.manifest.namespace.digest()
-        found = await ask(prompt=tokens, page_size=16)
-        assert found["num_pages"] == 2
-        assert set(found["stored_pages"]) == {digest}
-        assert (await ask(prompt=tokens[1:], page_size=16))["stored_pages"] in ({}, {digest: 0})
-        assert (await ask(prompt=[1, 2], page_size=16))["num_pages"] == 0
-        assert "--tokenizer" in (await ask(400, prompt="text", page_size=16))["message"]
-        assert "page_size" in (await ask(400, prompt=[1], page_size=0))["message"]
-        assert "prompt" in (await ask(400, page_size=1))["message"]
-
-
 async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
-    """Its names and sizes, and how much of a prompt is stored; no codecs."""
+    """Its names and sizes; no codecs."""
     hashes = hashes_of([1, 2, 3, 4], 1, None)
     segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(b"k" * 32))
     name = segment.manifest.key.manifest_name
@@ -404,6 +359,3 @@ async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path
         assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
         about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
         assert [each["codecs"] for each in about["codings"]] == [["aes-256-gcm"]]
-        asked = {"prompt": [1, 2, 3, 4], "page_size": 1}
-        async with session.post(wire.Route.PROMPTS, json=asked) as response:
-            assert list((await response.json())["stored_pages"].values()) == [4]

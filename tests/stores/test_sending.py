@@ -69,7 +69,7 @@ async def test_the_servers_word_reaches_the_caller(store: HttpStore) -> None:
 async def test_a_server_that_refuses_at_once_is_heard(tmp_path: Path) -> None:
     """It does not read the body, of which the sockets take only a part."""
     content = bytes(64 * MIB)
-    with StoreProcess(tmp_path, extra_args=("--max-object", "1MiB")) as process:
+    with StoreProcess(tmp_path, config={"max_body_bytes": MIB}) as process:
         store = HttpStore(process.url)
         with pytest.raises(StoreError) as caught:
             await store.put(name_of(content), content)

@@ -1,5 +1,5 @@
 "use strict";
-// The page: what the summary says, how much of a prompt is stored, and tokens.
+// The page: what the summary says, and tokens.
 const EVERY_MS = 5000;
 const ROLES = ["read", "write", "admin"];
 let folders = new Map();
@@ -122,9 +122,6 @@ function draw(summary) {
   drawProfiles(summary);
   drawAudits(summary);
   drawVerified(summary);
-  $("#text-help").textContent = summary.takes_text
-    ? "A text as SGLang gets it after its chat template, or token numbers such as [1, 2, 3]."
-    : "Token numbers such as [1, 2, 3]. For texts, the store needs kvfetch serve --tokenizer.";
 }
 
 // By namespace: its ranks look up the same tokens, each for its own heads.
@@ -300,43 +297,6 @@ function drawVerified({ verified, now_s, host }) {
   $("#remedy").textContent = [...new Set(commands)].join("\n");
   $("#cause-of-damage").textContent = `If the disk of ${host} did it (its kernel's log says so), move the store to a sound one first.`;
 }
-
-function lookUp(pin) {
-  const output = $("#prompt output");
-  return attempt(async () => {
-    const text = $("#text").value;
-    const query = { prompt: text, page_size: Number($("#page-size").value), cache_salt: $("#salt").value || null, pin };
-    if (pin) query.label = text.slice(0, 60);
-    if (text.trim().startsWith("[")) {
-      try {
-        query.prompt = JSON.parse(text);
-      } catch {
-        // it is a text that begins like a list
-      }
-    }
-    const found = await askJson("v1/prompts", { method: "POST", body: JSON.stringify(query) });
-    const models = new Map([...folders.values()].map((row) => [row.folder.split(".")[0], row.model]));
-    const lines = Object.entries(found.stored_pages).map(
-      ([digest, pages]) => `${models.get(digest) || digest}: ${pages} of ${found.num_pages} pages are stored`,
-    );
-    output.textContent = [
-      `${found.num_tokens} tokens, ${found.num_pages} whole pages${found.pin ? ", pinned" : ""}`, ...lines,
-    ].join("\n");
-    $("#pin").hidden = !may("admin") || !found.num_pages || found.pin;
-    $("#unpin").hidden = !may("admin") || !found.pin;
-    $("#unpin").dataset.pin = found.pin;
-  }, output);
-}
-
-$("#prompt").addEventListener("submit", (event) => {
-  event.preventDefault();
-  lookUp(false);
-});
-$("#pin").addEventListener("click", () => lookUp(true));
-$("#unpin").addEventListener("click", () => attempt(async () => {
-  await ask(`v1/notes/pins/${$("#unpin").dataset.pin}`, { method: "DELETE" });
-  await lookUp(false);
-}, $("#prompt output")));
 
 $("#login").addEventListener("submit", (event) => {
   event.preventDefault();
