@@ -17,8 +17,8 @@ from sgl_kvfetch.tools.app import COMMANDS, app
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _GROUPS = {
     "Before you install anything, or when something is wrong": ("estimate", "bench", "compare", "doctor", "why"),
-    "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "index"),
-    "Prompts in a store": ("pin", "unpin"),
+    "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "reindex"),
+    "Prompts in a store": ("pin",),
     "A model's profile": ("calibrate", "profile"),
     "Video": ("encode",),
 }
@@ -31,11 +31,11 @@ _PAGES = {
     "serve": "serving.md",
     "verify": "operations.md#damaged-segments",
     "move": "operations.md#stopping-and-moving",
-    "index": "s3.md",
+    "reindex": "s3.md",
     "calibrate": "calibrating.md",
     "profile": "calibrating.md",
     "encode": "adaptive.md",
-    **dict.fromkeys(("gc", "clear", "pin", "unpin"), "retention.md"),
+    **dict.fromkeys(("gc", "clear", "pin"), "retention.md"),
 }
 _SHARED_BY = 3  # commands, from which on an option is described once
 _HEAD = """\

@@ -28,7 +28,7 @@ _COMMENT = re.compile(r"\s#.*")  # shlex would take STORE#PREFIX for one
 _NOT_COMMANDS = {
     "kvfetch: ..., namespace ...",  # a message
 }
-_HARMLESS = ("inspect", "verify", "pin", "unpin", "gc")  # these run, on a store of this test
+_HARMLESS = ("inspect", "verify", "pin", "gc")  # these run, on a store of this test
 _MODULES = {"scripts/demo": "benchmarks.demo", "scripts/gpu_check": "benchmarks.gpu_check"}  # where their options are
 
 

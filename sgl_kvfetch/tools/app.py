@@ -40,19 +40,18 @@ COMMANDS = {
     "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
-    "index": "Rebuild the page index of an S3 store.",
+    "reindex": "Rebuild the page index of an S3 store.",
     "gc": "Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.",
     "clear": "Delete all segments of a store, or of a part of it.",
     "move": "Move all segments of a store, or of a part of it, to another store.",
-    "pin": "Evict prompts' segments last, or list the pins.",
-    "unpin": "Evict pinned prompts' segments like others again.",
+    "pin": "Evict prompts' segments last, list such pins, or remove them.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "List, show, read, publish or withdraw the profiles of a store.",
     "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
-    **dict.fromkeys(("pin", "unpin"), "prompts"),
-    **dict.fromkeys(("gc", "index"), "upkeep"),
+    "pin": "prompts",
+    **dict.fromkeys(("gc", "reindex"), "upkeep"),
     **dict.fromkeys(("clear", "move"), "segments"),
     "profile": "profiles",
 }

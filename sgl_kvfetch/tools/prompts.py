@@ -1,4 +1,4 @@
-"""``kvfetch pin`` and ``unpin``: keep prompts in a store."""
+"""``kvfetch pin``: keep prompts in a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 from msgspec import Struct
 
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
@@ -30,7 +29,6 @@ FileOption = Annotated[
     option("FILE", 'Prompts: one in a text file, or one a line in JSONL, {"prompt": TEXT} or {"prompt": [1, 2, ...]}.'),
 ]
 TokenizerOption = Annotated[str | None, option("PATH", "Model whose tokenizer texts need; tokens need none.")]
-PageSizeOption = Annotated[int | None, option("TOKENS", "SGLang's --page-size.", min=1)]
 SaltOption = Annotated[str | None, option("SALT", "The cache_salt of the prompts' requests.")]
 
 
@@ -48,29 +46,42 @@ def pin(
     prompt: PromptOption = None,
     file: FileOption = None,
     model: TokenizerOption = None,
-    page_size: PageSizeOption = None,
+    page_size: Annotated[int | None, option("TOKENS", "SGLang's --page-size.", min=1)] = None,
     cache_salt: SaltOption = None,
     label: Annotated[
         str | None, option("TEXT", "The pin's name in the list; by default, the prompt's beginning.")
     ] = None,
+    remove: Annotated[
+        list[str] | None, option("NAME", "Remove a pin, by its name in the list, instead. Repeatable.")
+    ] = None,
     as_json: Annotated[bool, json_flag(list[PinSummary])] = False,
 ) -> None:
-    """Evict prompts' segments last, or list the pins.
+    """Evict prompts' segments last, list such pins, or remove them.
 
     A pin holds for all segments with one of the prompt's whole pages, of all models and ranks, stored before or later.
     kvfetch serve wants a token with the role `admin`, and refuses a pin if pinned segments would take more than half
     of its capacity. Without --prompt and --file, the command lists the pins and how much of each is stored, with a
-    token of any role. Lifecycle rules of a bucket do not respect pins.
+    token of any role; with --remove, those that are left. The exit code is 1 if a pin to remove was not there.
+    Lifecycle rules of a bucket do not respect pins.
 
     Examples:
 
         kvfetch pin http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
 
         kvfetch pin http://127.0.0.1:8700
+
+        kvfetch pin http://127.0.0.1:8700 --remove NAME
     """
+    if remove and (prompt is not None or file is not None):
+        raise ConfigError("give either --remove, or the --prompt or --file to pin")
     new = _pins_of(prompts_of(prompt, file), model, page_size, cache_salt, label)
 
-    async def put(store: AdminStore) -> list[PinSummary]:
+    failures: dict[str, str] = {}
+
+    async def change(store: AdminStore) -> list[PinSummary]:
+        for name in remove or ():
+            if not await store.delete_note(PINS, name):
+                failures[name] = "there was no such pin"
         for one in new:
             await put_pin(store, one)
         names = [one.name for one in new] or sorted(info.name for info in await store.notes(PINS))
@@ -83,49 +94,13 @@ def pin(
             await _compare_page_sizes(store, page_size)
         return pins
 
-    found = run_on_store(store, access, put)
+    found = run_on_store(store, access, change)
     lines = (
         f"{one.name}  {printable(one.label)}\n"
         f"  {one.num_pages} pages of {one.page_size} tokens; {_stored_text(one.stored_pages)}"
         for one in found
     )
-    show(found, as_json, lines if found else ["no pins"])
-
-
-def unpin(
-    store: StoreArgument,
-    access: IndexedAccess,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Pins, as kvfetch pin STORE lists them.")
-    ] = None,
-    prompt: PromptOption = None,
-    file: FileOption = None,
-    model: TokenizerOption = None,
-    page_size: PageSizeOption = None,
-    cache_salt: SaltOption = None,
-    as_json: Annotated[bool, json_flag("an object with num_unpinned and failures by name")] = False,
-) -> None:
-    """Evict pinned prompts' segments like others again.
-
-    Name the pins, or give the same prompts as to kvfetch pin. kvfetch serve wants a token with the role `admin`. The
-    exit code is 1 if one of the pins was not there.
-
-    Example:
-
-        kvfetch unpin http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
-    """
-    given = _pins_of(prompts_of(prompt, file), model, page_size, cache_salt)
-    wanted = [*(names or ()), *(pin.name for pin in given)]
-    if not wanted:
-        raise ConfigError("expected the name of a pin, --prompt or --file")
-
-    async def delete(store: AdminStore) -> list[str]:
-        return [name for name in wanted if not await store.delete_note(PINS, name)]
-
-    failures = dict.fromkeys(run_on_store(store, access, delete), "there was no such pin")
-    num_unpinned = len(wanted) - len(failures)
-    unpinned = {"num_unpinned": num_unpinned, "failures": failures}
-    show(unpinned, as_json, [f"{num_unpinned} unpinned"], failures)
+    show(found, as_json, lines if found else ["no pins"], failures)
 
 
 def prompts_of(prompt: str | None, file: Path | None, *, required: bool = False) -> list[Prompt]:
@@ -156,7 +131,7 @@ def _pins_of(
     model: str | None,
     page_size: int | None,
     cache_salt: str | None,
-    label: str | None = None,
+    label: str | None,
 ) -> list[Pin]:
     """Make a pin of each prompt. Raises ConfigError."""
     if prompts and page_size is None:

@@ -1,4 +1,4 @@
-"""``kvfetch gc`` and ``kvfetch index``: the upkeep of stores that no ``kvfetch serve`` looks after."""
+"""``kvfetch gc`` and ``kvfetch reindex``: the upkeep of stores that no ``kvfetch serve`` looks after."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -39,6 +39,7 @@ from sgl_kvfetch.tools.terminal import (
 from sgl_kvfetch.user_files import parse_size
 
 _WORKERS = 16
+_PAGE_TTL_S = 30 * 86400.0  # servers renew it
 
 
 def gc(
@@ -176,24 +177,21 @@ class Entered:
     failures: dict[str, str] = field(default_factory=dict)  # by the manifest's name
 
 
-def index(
-    action: Annotated[Literal["rebuild"], typer.Argument(help="rebuild: enter the pages of all stored segments.")],
+def reindex(
     store: Annotated[str, typer.Argument(metavar="STORE", help="s3://BUCKET/PREFIX, or a part of it: STORE#PREFIX.")],
     index_url: Annotated[str, option("URL", INDEX_HELP, "--index", show_default=False)],
-    index_ttl_s: Annotated[
-        float, option("SECONDS", "How long the index keeps a page that no lookup asks for.", min=1)
-    ] = 604800.0,
     as_json: Annotated[bool, json_flag(Entered)] = False,
 ) -> None:
     """Rebuild the page index of an S3 store.
 
     This reads all manifests and enters the pages of those that have not expired. Servers may use store and index
-    meanwhile. Nothing is removed: lookups remove the entries that they find to be stale. The exit code is 1 if some
-    manifests could not be read, 2 if the store or the index cannot be used.
+    meanwhile. Nothing is removed: lookups remove the entries that they find to be stale. A page that no lookup asks for
+    leaves the index after 30 days; one that a server finds, after its index.ttl_s. The exit code is 1 if some manifests
+    could not be read, 2 if the store or the index cannot be used.
 
     Example:
 
-        kvfetch index rebuild s3://kv-cache/llama --index redis://10.0.0.5:6379/0
+        kvfetch reindex s3://kv-cache/llama --index redis://10.0.0.5:6379/0
     """
     if not store.startswith("s3:"):
         raise ConfigError(f"{store!r} is not an s3:// store; other stores have their own index")
@@ -203,7 +201,7 @@ def index(
         from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex  # a missing package is reported by now
 
         entered = Entered()
-        pages = PageIndex(IndexOptions(index_url, index_ttl_s, INDEX_TIMEOUT_S), part.name.rstrip("/"))
+        pages = PageIndex(IndexOptions(index_url, _PAGE_TTL_S, INDEX_TIMEOUT_S), part.name.rstrip("/"))
 
         async def enter(name: str) -> None:
             try:

@@ -16,7 +16,7 @@ import typer
 
 from sgl_kvfetch.codec import NO_KEYS, Cell, Manifest, StoreKeys, open_manifest
 from sgl_kvfetch.codec.container.objects import DataObject, Side
-from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
+from sgl_kvfetch.errors import EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import PROFILES, AdminStore, ObjectInfo, Verified, list_profiles, read_profile
@@ -31,7 +31,6 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     missing_package,
-    option,
     show,
 )
 
@@ -49,9 +48,6 @@ def verify(
     access: StoreAccess,
     key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(Report)] = False,
-    rebuild: Annotated[
-        bool, option(None, "First rebuild the catalog of a directory from its files.", "--rebuild")
-    ] = False,
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
 
@@ -62,8 +58,7 @@ def verify(
     The output ends with commands that delete corrupt segments: servers compute and store those again.
 
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
-    Only --rebuild changes anything that is stored: the catalog. Data without a manifest, left by a crashed writer, are
-    counted but are no error.
+    Nothing that is stored is changed. Data without a manifest, left by a crashed writer, are counted but are no error.
 
     The page of `kvfetch serve` shows what the last run over all of it found, if the store was given by its URL. With a
     token, that takes the role write.
@@ -79,12 +74,6 @@ def verify(
 
     async def check(part: StorePart) -> Report:
         nonlocal untold
-        if rebuild:
-            from sgl_kvfetch.directory import LocalStore
-
-            if not isinstance(part.store, LocalStore):
-                raise ConfigError(f"{part.label} is not a directory; --rebuild works where the disk is")
-            await part.store.rebuild()
         report = await _verify(part.store, await part.list_segments(), keys)
         if not part.prefix:
             report.profiles = await _unusable_profiles(part.store, keys)

@@ -33,7 +33,7 @@ def environment() -> Iterator[dict[str, str]]:
     ("command", "code", "what"),
     [
         (("inspect", f"s3://{BUCKET}/kv"), 0, "no segments"),
-        (("unpin", f"s3://{BUCKET}/kv", "--prompt", "[1]", "--page-size", "1"), 1, "there was no such pin"),
+        (("pin", f"s3://{BUCKET}/kv", "--remove", "0" * 64), 1, "there was no such pin"),
         (("inspect", "s3://no-such-bucket/kv"), 2, "NoSuchBucket"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else None,

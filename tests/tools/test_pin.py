@@ -35,7 +35,7 @@ def run(*args: str, exit_code: int = 0) -> str:
     return result.output
 
 
-def test_pin_list_and_unpin(tmp_path: Path, tiny_llama: Path) -> None:
+def test_pin_list_and_remove(tmp_path: Path, tiny_llama: Path) -> None:
     root = tmp_path / "store"
     namespace = store_pages(root, 8, range(1))
     store_pages(root, 4, range(1, 2))
@@ -48,11 +48,11 @@ def test_pin_list_and_unpin(tmp_path: Path, tiny_llama: Path) -> None:
     labels = {pin["label"]: pin["num_pages"] for pin in kvfetch_json("pin", str(root))}
     assert labels == {"intro": 8, str(TOKENS[:3]): 3}
 
-    assert run("unpin", str(root), "--prompt", str(TOKENS), "--page-size", "1") == "1 unpinned\n"
+    (left,) = kvfetch_json("pin", str(root), "--remove", name)
     other = page_hashes(TOKENS, 1)[2].hex()
-    gone = kvfetch_json("unpin", str(root), other, name, exit_code=1)
-    assert gone == {"num_unpinned": 1, "failures": {name: "there was no such pin"}}
-    assert f"FAILED {name}: there was no such pin" in run("unpin", str(root), name, exit_code=1)
+    assert left["name"] == other
+    said = run("pin", str(root), "--remove", other, "--remove", name, exit_code=1)
+    assert said == f"FAILED {name}: there was no such pin\nno pins\n"
     assert run("pin", str(root)) == "no pins\n"
 
 

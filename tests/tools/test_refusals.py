@@ -45,16 +45,16 @@ REFUSED = [
     (f"gc {S3} --capacity 10G", "invalid size"),
     (f"{GC} --index redis://127.0.0.1:1", "has its own"),
     (f"gc {S3} --capacity 1GiB --index {NOBODY}", "the index's URL"),
-    (f"index rebuild {NOBODY} --index redis://127.0.0.1:1", "is not an s3:// store"),
-    (f"index rebuild {S3} --index {NOBODY}", "the index's URL"),
+    (f"reindex {NOBODY} --index redis://127.0.0.1:1", "is not an s3:// store"),
+    (f"reindex {S3} --index {NOBODY}", "the index's URL"),
     ("pin . --prompt '[1, 2]'", "needs --page-size"),
     ("pin . --prompt 'a text' --page-size 1", "texts need --model"),
     ("pin . --prompt '[1, 2]' --page-size 16", "2 tokens, which are 0 pages"),
     ("pin . --prompt '[1]' --file x --page-size 1", "either --prompt or --file"),
     ("pin . --index redis://127.0.0.1:1", "has its own"),
     ("pin 127.0.0.1:8700", "type http://127.0.0.1:8700"),
-    ("unpin .", "expected the name of a pin"),
-    ("unpin . nonsense", "not the name of a pin"),
+    ("pin . --remove nonsense", "not the name of a pin"),
+    ("pin . --remove x --prompt '[1]' --page-size 1", "give either --remove"),
     (WHY, "expected --prompt or --file"),
     ("why . --server cache:30000 --prompt '[1]'", "type http://cache:30000"),
     (f"{WHY} --prompt '[1]'", "no SGLang server answers there: start it, or correct the host and port"),
@@ -78,7 +78,6 @@ REFUSED = [
     (f"why . --request x --prompt '[1]' --server {NOBODY}", "--request needs --server"),
     ("why . --prompt 'a text'", "texts need --model"),
     (f"why . --prompt '[1]' --server {NOBODY}", "no SGLang server answers there"),
-    ("verify http://127.0.0.1:1 --rebuild", "not a directory"),
     *(
         (f"{command} {target}", said)
         for command in ("inspect", "verify")

@@ -276,15 +276,6 @@ def test_encrypted_segments_are_decoded_with_the_key(
     assert problems == [{"name": coded[0].manifest.key.manifest_name, "what": "is not encrypted"}]
 
 
-def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:
-    result = kvfetch("verify", stored.url, "--rebuild")
-    assert result.exit_code == 0
-    key = stored.segments[0].manifest.key
-    pages = stored.segments[0].manifest.page_hashes
-    found = using(LocalStore(stored.root), lambda store: store.lookup(key.namespace, pages))
-    assert found.num_pages == key.num_pages
-
-
 def test_one_segment_among_others(stored: Stored) -> None:
     flip(stored.data_path(0), 5)
     verify_json(f"{stored.url}#{stored.segments[0].data_name}", 1)

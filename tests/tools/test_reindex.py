@@ -42,7 +42,7 @@ def look_up(redis: RedisProcess, namespace: str, first_page: int) -> Lookup:
 
 
 def rebuild(redis_url: str, *options: str, exit_code: int = 0) -> str:
-    result = kvfetch("index", "rebuild", URL + "/", "--index", redis_url, *options)
+    result = kvfetch("reindex", URL + "/", "--index", redis_url, *options)
     assert result.exit_code == exit_code, result.output
     return result.output
 
@@ -57,9 +57,9 @@ def test_rebuild_enters_all_pages(s3: S3Server, redis: RedisProcess) -> None:
 def test_rebuild_of_one_namespace(s3: S3Server, redis: RedisProcess) -> None:
     namespace = head_slice("another").folder
     part = f"{URL}/#{namespace}"
-    tally = kvfetch_json("index", "rebuild", part, "--index", redis.url, "--index-ttl-s", "500")
+    tally = kvfetch_json("reindex", part, "--index", redis.url)
     assert tally == {"num_segments": 1, "num_pages": 4, "failures": {}}
-    assert 400 < redis.client.ttl(next(redis.client.scan_iter())) <= 500
+    assert redis.client.ttl(next(redis.client.scan_iter())) > 29 * 86400
     assert parts(look_up(redis, namespace, 1)) == [(1, 3)]
 
 
