@@ -43,11 +43,6 @@ WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
-HEDGED_READS = Counter(
-    "sgl_kvfetch_hedged_reads",
-    "Second requests to the store, sent when the first one was late, by outcome",
-    ["kind", "result"],
-)  # lookup, read; won, lost, failed, refused (too many were running)
 INDEX_FAILURES = Counter("sgl_kvfetch_index_failures", "Calls of the page index that failed", ["reason"])
 MEMORY_CACHE_READ_BYTES = Counter(
     "sgl_kvfetch_memory_cache_read_bytes", "Coded bytes read from memory_cache instead of the store"
@@ -135,7 +130,6 @@ _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
     READ_CELLS: {"coarseness": map(str, range(4))},
     WIRE_BYTES: _DIRECTIONS,
     RAW_BYTES: _DIRECTIONS,
-    HEDGED_READS: {"kind": ("lookup", "read"), "result": ("won", "lost", "failed", "refused")},
     INDEX_FAILURES: {"reason": get_args(StoreErrorReason)},
     AUDITS: {"result": ("sound", "beyond", "failed")},
     AUDIT_TYPICAL: {"tokens": (*(f"to {most}" for most in LENGTHS), "more")},

@@ -199,7 +199,7 @@ async def test_the_bucket_and_the_index_of_the_compose_file(monkeypatch: pytest.
         put = urllib.request.Request(make_bucket.replace(config["s3"]["endpoint"], here), method="PUT")
         (await asyncio.to_thread(urllib.request.urlopen, put, timeout=60)).close()
         config["s3"]["endpoint"] = here
-        config["index"]["url"] = f"{index.url}/0"
+        config["index"] = f"{index.url}/0"
         store = open_configured_store(parse_config(config))
         try:
             await put_segment(store, make_segment(page_hashes(4), 0, 4))

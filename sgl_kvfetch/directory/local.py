@@ -85,12 +85,9 @@ class StoreUsage:
     stored_bytes: int  # of all files but the catalog, and what is reserved for files that are being written
     num_segments: int  # those that lookups can find
     num_evicted: int  # segments, since the start
-    num_collected: int  # orphaned objects and temporary files, since the start
-    num_unreadable: int  # skipped manifests, since the start
     write_problem: str | None = None  # why nothing can be written now
     disk_bytes: int = 0  # of the directory's file system; 0 while there is no directory
     disk_free_bytes: int = field(default=0, compare=False)  # changes with whatever else writes to the disk
-    num_dropped_levels: int = 0  # since the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,9 +557,7 @@ class LocalStore(AdminStore):
                         count = "SELECT count(*) FROM segments WHERE state = ?"
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
                 stored_bytes += notes.stored_bytes(self.root)
-        repair = self._repair
-        counted = self._room.num_evicted, repair.num_collected, repair.num_unreadable
-        return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes, self._room.num_dropped)
+        return StoreUsage(stored_bytes, num_segments, self._room.num_evicted, problem, disk_bytes, free_bytes)
 
     @on("scans")
     def folder_usages(self, limit: int) -> Sequence[FolderUsage]:

@@ -36,8 +36,6 @@ class Repair:
 
     def __init__(self, catalog: Catalog, room: DiskRoom, orphan_age_s: float) -> None:
         """``orphan_age_s``: how old data without a manifest, and unknown temporary files, are when they are deleted."""
-        self.num_collected = 0  # orphaned objects and temporary files
-        self.num_unreadable = 0  # manifests
         self.stopped = threading.Event()
         self._catalog = catalog
         self._root = catalog.root
@@ -78,7 +76,7 @@ class Repair:
             db.execute("UPDATE totals SET is_counted = 1")
 
     def _examine(self, db: sqlite3.Connection, manifest_name: str) -> None:
-        self.num_unreadable += rows.examine_segment(db, self._root, manifest_name) == SegmentState.UNREADABLE
+        rows.examine_segment(db, self._root, manifest_name)
 
     def _add_missing_rows(self, namespace: str, file_names: list[str]) -> None:
         names = {f"{namespace}/{file_name}" for file_name in file_names if is_object_name(f"{namespace}/{file_name}")}
@@ -95,7 +93,7 @@ class Repair:
             if temp.startswith(files.TEMP_PREFIX) and not self._has_row(temp):
                 info = files.stat_object(self._root, f"{namespace}/{temp}")
                 if info is not None and info.modified_s < limit:
-                    self.num_collected += files.remove_temp(self._root, namespace, temp)
+                    files.remove_temp(self._root, namespace, temp)
 
     def _has_row(self, temp: str) -> bool:
         number = temp.removeprefix(files.TEMP_PREFIX)
@@ -135,7 +133,7 @@ class Repair:
                 if not files.is_in_use(self._root, name.partition("/")[0], temp_name(file_id)):
                     abandoned.append((file_id, name))
                     rows.mark_deleting(db, file_id)
-        self.num_collected += self._room.delete_files(abandoned)
+        self._room.delete_files(abandoned)
 
     def _delete_orphans(self) -> None:
         """Delete old data that no manifest names, and old manifests that lack data."""
@@ -147,7 +145,7 @@ class Repair:
             orphans += db.execute("SELECT name FROM segments WHERE state = ?", (SegmentState.INCOMPLETE,)).fetchall()
         left = iter(orphans)
         while some := list(islice(left, _DELETED_AT_ONCE)):
-            self.num_collected += len(self._room.delete((name for (name,) in some), self._is_old_orphan))
+            self._room.delete((name for (name,) in some), self._is_old_orphan)
             if self.stopped.wait(_PAUSE_S):
                 return
 

@@ -127,7 +127,6 @@ class DiskRoom:
     ) -> None:
         """``drop_levels``: the most that a segment loses, instead of being evicted."""
         self.num_evicted = 0  # segments
-        self.num_dropped = 0  # how often a segment was made coarser
         self.counted = threading.Event()  # set unless a sweep is counting what is on the disk
         self.counted.set()
         self._catalog = catalog
@@ -502,7 +501,6 @@ class DiskRoom:
         found = coarsened(decode_named_manifest(content, name), content)
         if found is None or not self._replace_manifest(name, object_digest(content), found[0]):
             return {}
-        self.num_dropped += 1
         return found[1]
 
     def _replace_manifest(self, name: str, digest: str, content: bytes) -> bool:

@@ -105,18 +105,6 @@ class TlsConfig(_Keys):
         return self
 
 
-class IndexConfig(_Keys):
-    """The index of the pages of ``s3://`` stores."""
-
-    url: str = Field(min_length=1, repr=False, description="redis://HOST:PORT/DB, rediss://..., or redis+cluster://...")
-    ttl_s: Seconds = Field(
-        default=604800.0,
-        ge=1,
-        le=1e9,
-        description="time that the index keeps a page that no lookup asks for, such as 7d",
-    )
-
-
 class LevelsConfig(_Keys):
     """Qualities of ``klt`` in one segment, each in a data object of its own."""
 
@@ -162,8 +150,10 @@ class KVFetchConfig(_Keys):
         description="endpoint, region, credentials and more of s3:// stores, under the names that obstore gives them; "
         "by default from the environment (AWS_*)",
     )
-    index: IndexConfig | None = Field(
-        None, repr=False, description='index of the pages of s3:// stores: {"url": "redis://HOST:PORT/DB"}'
+    index: Text | None = Field(
+        None,
+        repr=False,
+        description="index of the pages of s3:// stores: redis://HOST:PORT/DB, rediss://..., or redis+cluster://...",
     )
     model_id: Text | None = Field(
         None,
@@ -339,7 +329,6 @@ class KVFetchConfig(_Keys):
 
 GROUPS: dict[str, type[_Keys]] = {
     "tls": TlsConfig,
-    "index": IndexConfig,
     "levels": LevelsConfig,
     "device": DeviceModeConfig,
 }
@@ -408,8 +397,7 @@ def tls_files(config: KVFetchConfig) -> TlsFiles:
 
 
 def s3_options(config: KVFetchConfig) -> S3Options:
-    s3, index = config.s3 or {}, config.index
-    return S3Options(s3) if index is None else S3Options(s3, index.url, index.ttl_s)
+    return S3Options(config.s3 or {}, config.index)
 
 
 def coarseness_of(config: KVFetchConfig, quantiser: Quantiser) -> int:

@@ -42,8 +42,8 @@ _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 
 
 def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], None] = lambda num_bytes: None) -> Store:
-    """Open the store that the config names, and count its retries, hedged reads and the index's failures. Raises
-    ConfigError. ``on_received``: as for `HedgedStore`."""
+    """Open the store that the config names, and count its retries and the index's failures.
+    Raises ConfigError. ``on_received``: as for `HedgedStore`."""
     store: Store
     if config.store.startswith("file:"):
         store = open_store(config.store, token=config.store_token())  # reads of a directory are not hedged
@@ -62,7 +62,6 @@ def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], No
                 s3_options(config),
                 on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
             ),
-            on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
             on_received=on_received,
         )
     return with_keys(store, config.fresh_keys())

@@ -89,12 +89,9 @@ class ServerMetrics:
         self._in_flight = gauge("requests_in_flight", "Requests being answered, but for this page's and of metrics")
         self.received_bytes = counter("received_bytes", "Bytes of request bodies")
         self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
-        self.lookups = counter("lookups", "Lookups by result", ("result",))
         self.lookup_pages = counter("lookup_pages", "Pages looked up, by result", ("result",))
         for result in ("hit", "miss"):  # there from the start on: `rate` does not see what a sample begins with
             self.lookup_pages.labels(result)
-        for result in ("hit", "partial", "miss"):
-            self.lookups.labels(result)
         self._stored_bytes = gauge("stored_bytes", "Bytes of all objects")
         self._read_only = gauge("read_only", "1 while nothing can be written")
         self._disk_bytes = gauge("disk_bytes", "Size of the file system with the store")
@@ -104,10 +101,7 @@ class ServerMetrics:
         capacity.set(float("inf") if capacity_bytes is None else capacity_bytes)
         self._segments = gauge("segments", "Segments that lookups can find")
         self._evicted = counter("evicted_segments", "Segments evicted to make room")
-        self._dropped = counter("dropped_levels", "How often a segment was made coarser to make room")
-        self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
-        self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
-        self._last = StoreUsage(0, 0, 0, 0, 0)
+        self._num_evicted = 0
         self._upstream_bytes = counter(
             "upstream_bytes", "Bytes of data read from the upstream: for readers, or behind them", ("for",)
         )
@@ -213,8 +207,6 @@ class ServerMetrics:
         _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{what[:200]} failed ({cause}): {message}")
 
     def note_lookup(self, folder: str, pages_asked: int, pages_found: int) -> None:
-        result = "hit" if pages_found == pages_asked else "partial" if pages_found else "miss"
-        self.lookups.labels(result).inc()
         self.lookup_pages.labels("hit").inc(pages_found)
         self.lookup_pages.labels("miss").inc(pages_asked - pages_found)
         if pages_found:
@@ -233,11 +225,8 @@ class ServerMetrics:
         self._read_only.set(usage.write_problem is not None)
         self._disk_bytes.set(usage.disk_bytes)
         self._disk_free_bytes.set(usage.disk_free_bytes)
-        self._evicted.inc(usage.num_evicted - self._last.num_evicted)
-        self._dropped.inc(usage.num_dropped_levels - self._last.num_dropped_levels)
-        self._collected.inc(usage.num_collected - self._last.num_collected)
-        self._unreadable.inc(usage.num_unreadable - self._last.num_unreadable)
-        self._last = usage
+        self._evicted.inc(usage.num_evicted - self._num_evicted)
+        self._num_evicted = usage.num_evicted
 
     def note_upstream(self, passed_bytes: int, kept_bytes: int) -> None:
         """Take the counts of a store that has an upstream."""

@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import AdminStore, Store
-from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore, OnHedge
+from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, Token
 
@@ -30,7 +30,6 @@ class S3Options:
 
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # obstore's keys
     index: str | None = field(default=None, repr=False)  # URL: see `IndexOptions`
-    index_ttl_s: float = 7 * 86400.0
     index_timeout_s: float = 0.5
     on_index_failure: Callable[[StoreError], None] = lambda error: None
 
@@ -77,7 +76,6 @@ def open_hedged(
     options: HttpOptions,
     s3: S3Options | None = None,
     max_hedges: int = MAX_HEDGES,
-    on_hedge: OnHedge = lambda kind, result: None,
     on_received: Callable[[int], None] = lambda num_bytes: None,
 ) -> Store:
     """Create a client with hedged reads (`HedgedStore`) of the store at ``url``.
@@ -86,7 +84,7 @@ def open_hedged(
     """
     more = replace(options, max_connections=options.max_connections + _SPARE_CONNECTIONS)
     store = open_remote(url, token=token, options=more, s3=s3)
-    return HedgedStore(store, options.max_connections, max_hedges, on_hedge, on_received)
+    return HedgedStore(store, options.max_connections, max_hedges, on_received=on_received)
 
 
 def takes_token(url: str) -> bool:
@@ -103,5 +101,5 @@ def _open_s3(url: str, options: HttpOptions, s3: S3Options) -> AdminStore:
         from sgl_kvfetch.stores.redis_index import IndexOptions
     except ImportError as e:
         raise ConfigError(f"{url} needs a package that is missing ({e}): pip install '.[s3]' in a checkout") from e
-    index = IndexOptions(s3.index, s3.index_ttl_s, s3.index_timeout_s, on_failure=s3.on_index_failure)
+    index = IndexOptions(s3.index, timeout_s=s3.index_timeout_s, on_failure=s3.on_index_failure)
     return IndexedS3Store(url, index, options=options, config=s3.config)

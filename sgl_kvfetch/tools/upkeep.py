@@ -39,7 +39,6 @@ from sgl_kvfetch.tools.terminal import (
 from sgl_kvfetch.user_files import parse_size
 
 _WORKERS = 16
-_PAGE_TTL_S = 30 * 86400.0  # servers renew it
 
 
 def gc(
@@ -186,8 +185,8 @@ def reindex(
 
     This reads all manifests and enters the pages of those that have not expired. Servers may use store and index
     meanwhile. Nothing is removed: lookups remove the entries that they find to be stale. A page that no lookup asks for
-    leaves the index after 30 days; one that a server finds, after its index.ttl_s. The exit code is 1 if some manifests
-    could not be read, 2 if the store or the index cannot be used.
+    leaves the index after seven days. The exit code is 1 if some manifests could not be read, 2 if the store or the
+    index cannot be used.
 
     Example:
 
@@ -201,7 +200,7 @@ def reindex(
         from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex  # a missing package is reported by now
 
         entered = Entered()
-        pages = PageIndex(IndexOptions(index_url, _PAGE_TTL_S, INDEX_TIMEOUT_S), part.name.rstrip("/"))
+        pages = PageIndex(IndexOptions(index_url, timeout_s=INDEX_TIMEOUT_S), part.name.rstrip("/"))
 
         async def enter(name: str) -> None:
             try:

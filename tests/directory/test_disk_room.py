@@ -337,7 +337,6 @@ async def test_what_a_killed_writer_left_counts_until_it_is_collected(make: Make
     assert disk_bytes(tmp_path) <= CAPACITY
     await store.collect()
     usage = await store.usage()
-    assert usage.num_collected == 1
     assert usage.stored_bytes == disk_bytes(tmp_path) <= CAPACITY - CAPACITY // 8
 
 

@@ -67,7 +67,7 @@ STORE = f"s3://{BUCKET}/kv"
 
 
 def config_of(endpoint: str, index: RedisProcess) -> dict[str, Any]:
-    return {"s3": s3_config(endpoint), "index": {"url": index.url}, "lookup_timeout_s": 60, "codec": "zstd"}
+    return {"s3": s3_config(endpoint), "index": index.url, "lookup_timeout_s": 60, "codec": "zstd"}
 
 
 @pytest.fixture(scope="module")

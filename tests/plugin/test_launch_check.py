@@ -65,12 +65,12 @@ def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: 
 
 
 def test_the_config_of_a_bucket_is_checked() -> None:
-    bucket = {"store": "s3://bucket/prefix", "index": {"url": "redis://index"}, "s3": {"region": "eu-central-1"}}
+    bucket = {"store": "s3://bucket/prefix", "index": "redis://index", "s3": {"region": "eu-central-1"}}
     check_launch(_args(bucket))
     with pytest.raises(ConfigError, match="'regoin' is not valid"):
         check_launch(_args(bucket | {"s3": {"regoin": "eu-central-1"}}))
     with pytest.raises(ConfigError, match="the index's URL"):
-        check_launch(_args(bucket | {"index": {"url": "http://index"}}))
+        check_launch(_args(bucket | {"index": "http://index"}))
 
 
 @pytest.mark.parametrize(

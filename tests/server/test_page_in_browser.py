@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -201,13 +200,6 @@ def test_profiles_are_shown(page: Browser) -> None:
     assert "take it" in row
 
 
-def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:
-    assert "Dropped levels" not in page.text("#tiles")
-    page.freeze()
-    page.driver.execute_script("latest.history.at(-1).values['dropped_levels_total'] = 42; draw(latest)")
-    assert re.search(r"Dropped levels\n42\nlast \d+ (s|min)", page.text("#tiles"))
-
-
 def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> None:
     page.click("#folders tbody a")
     name = page.find("#segments tbody a").text.rstrip("…")
@@ -220,12 +212,12 @@ def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> No
 
 def test_a_chart_says_what_was_when(page: Browser) -> None:
     script = """
-        latest.history = [0, 10, 20].map((at_s) => ({ at_s, values: { "lookups_total:hit": at_s * at_s } }));
+        latest.history = [0, 10, 20].map((at_s) => ({ at_s, values: { "request_seconds_count:lookup": at_s * at_s } }));
         drawCharts();
         const svg = document.querySelectorAll("#charts svg")[1], box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left }));
         return svg.parentElement.textContent;"""
-    assert "found 10" in page.driver.execute_script(script)  # 100 in the first 10 s; then 300
+    assert "lookups 10" in page.driver.execute_script(script)  # 100 in the first 10 s; then 300
 
 
 def test_a_chart_without_samples_claims_nothing(page: Browser) -> None:
@@ -234,7 +226,7 @@ def test_a_chart_without_samples_claims_nothing(page: Browser) -> None:
         drawCharts();
         return [...document.querySelectorAll("#charts .legend")].map((each) => each.textContent);"""
     page.freeze()
-    assert page.driver.execute_script(script)[:2] == ["found –", "found –in part –missed –"]
+    assert page.driver.execute_script(script)[:2] == ["found –", "lookups –"]
 
 
 def test_charts_of_shares_and_times_leave_out_what_was_not_asked(page: Browser) -> None:
@@ -327,7 +319,7 @@ def test_what_audits_found_comes_with_what_to_do(page: Browser) -> None:
         ("last['requests_total:404'] = 10000", "Healthy"),
         ("last.segments = 0", "Empty: nothing is stored yet, and nobody has asked"),
         (
-            "last.segments = 0, last['lookups_total:miss'] = 3",
+            "last.segments = 0, last['request_seconds_count:lookup'] = 3",
             "Empty: servers look up, and nothing is stored yet",
         ),
         (

@@ -59,7 +59,7 @@ def test_rebuild_of_one_namespace(s3: S3Server, redis: RedisProcess) -> None:
     part = f"{URL}/#{namespace}"
     tally = kvfetch_json("reindex", part, "--index", redis.url)
     assert tally == {"num_segments": 1, "num_pages": 4, "failures": {}}
-    assert redis.client.ttl(next(redis.client.scan_iter())) > 29 * 86400
+    assert redis.client.ttl(next(redis.client.scan_iter())) > 6 * 86400
     assert parts(look_up(redis, namespace, 1)) == [(1, 3)]
 
 

@@ -82,7 +82,7 @@ function verdict({ history, failures, write_problem, capacity_bytes, now_s, veri
   const now = history.at(-1).values;
   const first = history.find((sample) => sample.at_s > now_s - 3600).values;
   const evicted = (now["evicted_segments_total"] ?? 0) - (first["evicted_segments_total"] ?? 0);
-  const asked = Object.entries(now).some(([name, value]) => name.startsWith("lookups_total:") && value);
+  const asked = now["request_seconds_count:lookup"];
   if (!now["segments"]) {
     return [asked ? "Empty: servers look up, and nothing is stored yet" : "Empty: nothing is stored yet, and nobody has asked", ""];
   }
@@ -146,7 +146,6 @@ function tiles({ folders: rows, history, days, answer_times: times }) {
   const within = (seconds) => (seconds === null ? "over 30 s" : `within ${milliseconds(seconds)}`);  // null is infinite
   const spread = (kind) => (times[kind] ? `; half ${within(times[kind].half_s)}, 95% ${within(times[kind].most_s)}` : "");
   const longest = days[0] ?? history[0];
-  const dropped = during("dropped_levels_total");
   const [mean, last] = [`mean of ${span(now.at_s - minute.at_s)}`, `last ${span(now.at_s - hour.at_s)}`];
   return [
     ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0)), "now"],
@@ -159,7 +158,6 @@ function tiles({ folders: rows, history, days, answer_times: times }) {
     ["Sent", `${size(sent)}/s`, mean],
     ["Received", `${size(received)}/s`, mean],
     ["Evictions", count(during("evicted_segments_total")), last],
-    ...(dropped ? [["Dropped levels", count(dropped), last]] : []),
     ["Requests in flight", count(now.values["requests_in_flight"] ?? 0), "now"],
   ];
 }
