@@ -17,7 +17,7 @@ from sgl_kvfetch.tools.app import COMMANDS, app
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _GROUPS = {
     "Before you install anything, or when something is wrong": ("estimate", "bench", "compare", "doctor", "why"),
-    "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "reindex"),
+    "A store": ("serve", "inspect", "verify", "gc", "clear", "reindex"),
     "Prompts in a store": ("pin",),
     "A model's profile": ("calibrate", "profile"),
     "Video": ("encode",),
@@ -30,7 +30,6 @@ _PAGES = {
     "why": "operations.md#why-a-prompt-was-not-served",
     "serve": "serving.md",
     "verify": "operations.md#damaged-segments",
-    "move": "operations.md#stopping-and-moving",
     "reindex": "s3.md",
     "calibrate": "calibrating.md",
     "profile": "calibrating.md",

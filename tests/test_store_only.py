@@ -42,7 +42,6 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "reindex": ("s3://bucket --index redis://127.0.0.1:1", 2, "pip install '.[s3]' in a checkout"),
     "gc": ("ALONE --dry-run", 0, "would delete 0 segments"),
     "clear": ("STORE --dry-run", 0, "2 segments"),
-    "move": ("STORE EMPTY --copy", 0, "2 segments copied"),
     "pin": ("STORE", 0, "no pins"),
     "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
     "profile": ("list STORE", 0, "no profiles"),
@@ -99,8 +98,7 @@ def test_a_store_runs(kvfetch: str, tmp_path: Path) -> None:
 
 def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path) -> None:
     assert RUNS.keys() == COMMANDS.keys()
-    folder, alone, empty = tmp_path / "store", tmp_path / "alone", tmp_path / "empty"
-    empty.mkdir()
+    folder, alone = tmp_path / "store", tmp_path / "alone"
     store_pages(alone, 8, range(2))  # that no store serves
     store_pages(folder, 8, range(2))
     put(folder, make_segment(num_pages=1, codec="zstd")[0])
@@ -111,7 +109,6 @@ def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path
         words = {
             "STORE": store.url,
             "ALONE": str(alone),
-            "EMPTY": str(empty),
             "CONFIG": str(config),
             "FILE": str(file),
             "OUT": str(tmp_path / "out"),

@@ -43,7 +43,6 @@ COMMANDS = {
     "reindex": "Rebuild the page index of an S3 store.",
     "gc": "Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.",
     "clear": "Delete all segments of a store, or of a part of it.",
-    "move": "Move all segments of a store, or of a part of it, to another store.",
     "pin": "Evict prompts' segments last, list such pins, or remove them.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "List, show, read, publish or withdraw the profiles of a store.",
@@ -52,7 +51,6 @@ COMMANDS = {
 _MODULES = {  # of the commands that have no module of their own
     "pin": "prompts",
     **dict.fromkeys(("gc", "reindex"), "upkeep"),
-    **dict.fromkeys(("clear", "move"), "segments"),
     "profile": "profiles",
 }
 _LOOK: dict[str, Any] = {

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
-from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
+from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, say, show
@@ -36,15 +36,13 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
 TIMEOUT_S = 10.0  # of a request to the store
-LIST_TIMEOUT_S = 10.0
-MAX_MODELS = 8  # that are named because of their flags
 _MOST_AUDITED = 8  # namespaces, those that were audited last
 _INSTALL_GPU = "pip install '.[gpu]' in a checkout"
 _INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
 _SEAMS = "SGLang's seams"
 _CPU_ENGINE = "sglang_on_cpu"  # the package in cpu_engine/ of the repository
-STORE, MODELS = "store", "models in the store"
+STORE = "store"
 _WHAT = {"SGLang": "SGLang, which is imported (a busy machine takes a minute)", "CUDA GPU": "for a CUDA GPU"}
 
 Status = Literal["yes", "no", "warn"]
@@ -92,7 +90,6 @@ def doctor(
     checks: dict[str, Callable[[], list[Check]]] = {}
     if store is not None:
         checks[STORE] = lambda: check_store(store, access)
-        checks[MODELS] = lambda: check_models(store, access)
     elif store_only:
         raise ConfigError("--store-only needs a store: kvfetch doctor STORE --store-only")
     if not store_only:
@@ -106,11 +103,9 @@ def doctor(
     of_store: list[Check] = []
     of_machine: list[Check] = []
     for name, check in checks.items():
-        if name == MODELS and _missing(of_store):
-            continue  # the store cannot be used
         say(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
         rows = run_check(name, check)
-        (of_store if name in (STORE, MODELS) else of_machine).extend(rows)
+        (of_store if name == STORE else of_machine).extend(rows)
         if not as_json:
             for row in rows:
                 _print(row)
@@ -427,37 +422,6 @@ async def _ask(store: AdminStore, url: str, access: StoreAccess, has_token: bool
         Check("store authorised", "yes", "with a token" if has_token else "without a token"),
         Check("store lookup", "yes", f"answered in {took_ms:.0f} ms, including the connection"),
     ]
-
-
-def check_models(url: str, access: StoreAccess) -> list[Check]:
-    """Warn of models that the store has under several sets of flags: their servers share nothing."""
-    from sgl_kvfetch.stores.upkeep import list_segments
-    from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
-    from sgl_kvfetch.tools.target import divided_models
-
-    store, url, _ = _open(url, access)
-
-    async def read() -> list[NamespaceSummary]:
-        try:
-            async with asyncio.timeout(LIST_TIMEOUT_S):
-                segments = [segment for segment in await list_segments(store, "") if segment.manifest is not None]
-                return await summarise_namespaces(store, segments)
-        finally:
-            await store.close()
-
-    try:
-        namespaces = asyncio.run(read())
-    except TimeoutError:
-        return [Check(MODELS, "warn", f"not listed within {LIST_TIMEOUT_S:g} s", f"list them: kvfetch inspect {url}")]
-    except KVFetchError as e:
-        return [Check(MODELS, "warn", f"cannot be listed: {e}", f"see what is there: kvfetch inspect {url}")]
-    advice = "servers share only what others with equal flags wrote: start all servers of a model with the same ones"
-    rows = [
-        Check(MODELS, "warn", f"the store has {model} under other flags: {'; '.join(sets)}", advice)
-        for model, sets in list(divided_models(namespaces).items())[:MAX_MODELS]
-    ]
-    models = {n.model for n in namespaces if n.model is not None}
-    return rows or [Check(MODELS, "yes", f"{len(models)}, each under one set of flags" if models else "none yet")]
 
 
 def _failed(error: StoreError, url: str, access: StoreAccess) -> list[Check]:

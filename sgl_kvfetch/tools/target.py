@@ -10,18 +10,16 @@ import contextlib
 import re
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import Namespace, parse_object_name
+from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
-from sgl_kvfetch.tools.summary import NamespaceSummary
 from sgl_kvfetch.tools.terminal import IndexedAccess, StoreAccess
 
 _HANDSHAKE_S = 5.0
@@ -61,50 +59,6 @@ def _speaks_tls(host: str, port: int) -> bool:
         return False
 
 
-def divided_models(namespaces: Sequence[NamespaceSummary]) -> dict[str, list[str]]:
-    """Return, for each model with several sets of flags, a text for each set, such as ``--page-size 16 (12 segments)``.
-
-    A text has what differs between the sets. Models are named as in `kvfetch inspect`. Namespaces of the stages of a
-    pipeline have equal flags.
-    """
-    readable = [(summary.namespace, summary) for summary in namespaces if summary.namespace is not None]
-    readable.sort(key=lambda each: (each[0].model, -each[1].stored_bytes))
-    found: dict[str, list[str]] = {}
-    for identity, group in groupby(readable, key=lambda each: each[0].model):
-        num_segments: dict[tuple[str, ...], int] = {}
-        name = ""
-        for namespace, summary in group:
-            name = name or summary.model or identity
-            flags = tuple(_flags(namespace, summary))
-            num_segments[flags] = num_segments.get(flags, 0) + summary.num_segments
-        if len(num_segments) > 1:
-            common = set.intersection(*map(set, num_segments))
-            found[name if name not in found else identity] = [
-                f"{' '.join(flag for flag in flags if flag not in common) or 'no others'} ({_segments(count)})"
-                for flags, count in num_segments.items()
-            ]
-    return found
-
-
-def _flags(namespace: Namespace, summary: NamespaceSummary) -> Iterator[str]:
-    """Yield SGLang's flags and our config keys that a namespace is made of, besides the model."""
-    for part in namespace.model_dtype.split(";"):
-        name, _, value = part.partition("=")
-        if name == "flags":
-            yield f"{summary.flags or f'flags with the digest {value}'}"
-        elif value != "None":
-            yield f"--{name} {value}"
-    yield f"--page-size {namespace.page_size}"
-    yield f"KV cache in {namespace.kv_dtype}"
-    if namespace.attention not in ("mha", "mla"):
-        yield namespace.attention
-    yield f"quantiser {summary.quantiser or namespace.quantiser}"
-
-
-def _segments(count: int) -> str:
-    return "1 segment" if count == 1 else f"{count} segments"
-
-
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
 _ADDRESS = re.compile(r"[\w.-]+:[0-9]{1,5}/?|\[[0-9a-f:]+\]:[0-9]{1,5}/?")
 
@@ -123,14 +77,12 @@ def require_scheme(text: str) -> str:
     return text
 
 
-def open_existing_store(text: str, access: StoreAccess, index: str | None = None, **options: Any) -> AdminStore:
-    """Open a store that the user named by its URL or its directory. ``options`` are for `open_store`.
-
-    A directory must exist: a typo would look like an empty store. Raises ConfigError.
-    """
+def _open_existing(text: str, access: StoreAccess, **options: Any) -> AdminStore:
+    """A directory must exist: a typo would look like an empty store. Raises ConfigError."""
     from sgl_kvfetch.directory import open_store
     from sgl_kvfetch.stores import HttpOptions, S3Options, takes_token
 
+    index = access.index if isinstance(access, IndexedAccess) else None
     url, token = store_url(text), access.secret  # which is refused if it cannot be read, whatever the store is
     if index is not None and not url.startswith("s3:"):
         raise ConfigError(f"--index is for s3:// stores; {url} has its own")
@@ -145,12 +97,13 @@ def open_existing_store(text: str, access: StoreAccess, index: str | None = None
 
 
 def run_on_store(text: str, access: StoreAccess, work: Callable[[AdminStore], Awaitable[T]], **options: Any) -> T:
-    """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError; a
-    StoreError gets a note of what to type."""
+    """Open a store that the user named by its URL or its directory, and return what ``work`` returns for it.
+
+    ``options`` are for `open_store`. Raises KVFetchError; a StoreError gets a note of what to type.
+    """
 
     async def run() -> T:
-        index = access.index if isinstance(access, IndexedAccess) else None
-        store = open_existing_store(text, access, index, **options)
+        store = _open_existing(text, access, **options)
         try:
             return await work(store)
         except StoreError as e:

@@ -196,12 +196,11 @@ def ask_to_delete(err: bool) -> None:
     typer.confirm("Delete them?", abort=True, err=err)
 
 
-def kept_line(num_bytes: int | None = None) -> str:
-    """Return what a command says if the bucket keeps ``num_bytes`` that it has deleted; None if it has not counted."""
-    amount = "the bytes" if num_bytes is None else f"all {format_size(num_bytes)}"
+def kept_line(num_bytes: int) -> str:
+    """Return what a command says if the bucket keeps ``num_bytes`` that it has deleted."""
     return (
-        f"WARNING: the bucket has versions: it keeps {amount} of what was deleted, until a lifecycle rule with "
-        "NoncurrentVersionExpiration removes them"
+        f"WARNING: the bucket has versions: it keeps all {format_size(num_bytes)} of what was deleted, until a "
+        "lifecycle rule with NoncurrentVersionExpiration removes them"
     )
 
 

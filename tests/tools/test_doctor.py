@@ -4,13 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import msgspec
 import pytest
 import torch
 
@@ -18,12 +16,10 @@ from sgl_kvfetch.codec import Device
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
-from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.errors import ConfigError, CorruptError
-from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.plugin import seams, versions
 from sgl_kvfetch.tools import doctor
-from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
+from sgl_kvfetch.tools.doctor import Check, check_store, run_check
 from sgl_kvfetch.tools.terminal import StoreAccess
 from sgl_kvfetch.triton_kernels import ans, klt_choice
 from sgl_kvfetch.user_files import TOKEN_ENV
@@ -132,44 +128,6 @@ def test_a_store_s_fault_is_none_of_this_machine(unused_tcp_port: int) -> None:
     result = kvfetch("doctor", f"http://127.0.0.1:{unused_tcp_port}")
     assert result.exit_code == 1
     assert result.stdout.endswith("the store cannot be used from here: 1 to fix; host mode can run here\n")
-
-
-def _segment(model: str, label: str = "", **fields: Any) -> CodedSegment:
-    """Return a segment of a namespace with these fields."""
-    segment, _ = make_segment(num_pages=1, model=model)
-    namespace = replace(segment.manifest.namespace, **fields)
-    manifest = msgspec.structs.replace(segment.manifest, namespace=namespace, labels=Labels("org/llama", flags=label))
-    return replace(segment, manifest=manifest)
-
-
-def test_a_model_under_several_sets_of_flags(tmp_path: Path) -> None:
-    flagless = "dtype=bfloat16;quantization=None"
-    put(tmp_path, _segment("weights:1", model_dtype=flagless))
-    put(tmp_path, _segment("weights:1", model_dtype=flagless, first_layer=5))  # a stage of a pipeline
-    put(tmp_path, _segment("weights:2", model_dtype=flagless, first_layer=9))
-    (check,) = check_models(tmp_path.as_uri(), StoreAccess())
-    assert (check.status, check.found) == ("yes", "1, each under one set of flags")  # two models with one name
-
-    put(tmp_path, _segment("weights:1", "is_embedding=true", model_dtype=f"{flagless};flags={'0' * 16}"))
-    put(tmp_path, _segment("weights:1", model_dtype=f"{flagless};flags={'1' * 16}"))
-    put(tmp_path, _segment("weights:1", model_dtype="dtype=float16;quantization=fp8"))
-    (check,) = check_models(tmp_path.as_uri(), StoreAccess())
-    assert check.status == "warn"
-    assert check.found.startswith("the store has org/llama under other flags: ")
-    sets = set(check.found.removeprefix("the store has org/llama under other flags: ").split("; "))
-    assert sets == {
-        "--dtype bfloat16 (2 segments)",
-        "--dtype bfloat16 is_embedding=true (1 segment)",
-        "--dtype bfloat16 flags with the digest 1111111111111111 (1 segment)",
-        "--dtype float16 --quantization fp8 (1 segment)",
-    }
-
-
-def test_a_store_too_large_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LIST_TIMEOUT_S", 0.0)
-    (check,) = check_models(tmp_path.as_uri(), StoreAccess())
-    assert (check.status, check.found) == ("warn", "not listed within 0 s")
-    assert check.advice == f"list them: kvfetch inspect {tmp_path.as_uri()}"
 
 
 def test_a_check_that_fails_unforeseen_is_a_row() -> None:

@@ -119,21 +119,3 @@ def test_verify_reads_profiles(tmp_path: Path, stored: Stored) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert "SHA-256" in kvfetch_json("verify", str(stored.root), exit_code=1)["profiles"][f"{WEIGHTS}/{digest}"]
     assert f"kvfetch profile rm {stored.root} {digest}" in said("verify", str(stored.root), exit_code=1)
-
-
-@pytest.mark.parametrize("copies", [True, False])
-def test_profiles_move_with_a_whole_store(tmp_path: Path, stored: Stored, copies: bool) -> None:
-    """In another order of digests than of age; a store without segments, too."""
-    root, target = stored.root, tmp_path / "target"
-    target.mkdir()
-    digests = [put(root, tmp_path, number) for number in (1, 2)]
-    said("clear", str(root), "--yes")
-    flags = ("--copy",) if copies else ()
-    assert "2 profiles would be" in said("move", str(root), str(target), "--dry-run", *flags)
-    assert "2 profiles" in said("move", str(root), str(target), *flags)
-    rows = kvfetch_json("profile", "list", str(target))
-    assert [row["digest"] for row in rows] == digests[::-1]
-    assert len(kvfetch_json("profile", "list", str(root))) == (2 if copies else 0)
-    (tmp_path / "link").symlink_to(target)
-    assert "are the same store" in said("move", str(target), f"file://{tmp_path}/link", exit_code=2)
-    assert len(kvfetch_json("profile", "list", str(target))) == 2

@@ -146,7 +146,6 @@ def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
         require_light("inspect", f"{store.url}#{stored.segments[0].manifest.key.stem}")
         require_light("pin", store.url, "--prompt", "[1, 2, 3, 4]", "--page-size", "4")
         require_light("pin", store.url)
-        require_light("move", store.url, str(stored.root.parent), "--dry-run")
         require_light("clear", store.url, "--yes")
     require_light("gc", stored.url, "--capacity", "1MiB")
 
