@@ -13,8 +13,7 @@ The upstream is the authority, and the directory is what lies near: beside the e
 * **While the upstream fails**, lookups are answered with what the directory has, and writes fail.
 
 A manifest by its name is the upstream's while it answers: whoever replaces a manifest must know the one that everybody
-has. Profiles are the upstream's, and copied. Pins, the list of objects, and what `kvfetch verify` found are the
-directory's own.
+has. Profiles are the upstream's, and copied. Pins and the list of objects are the directory's own.
 
 Nothing that comes from the upstream is trusted: readers verify each chunk, and the directory takes data only if it has
 the digest in its name.

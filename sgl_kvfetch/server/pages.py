@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
 from importlib.resources import files
 from math import inf
 from pathlib import Path
@@ -21,9 +20,9 @@ from sgl_kvfetch import __version__
 from sgl_kvfetch.codec import NO_KEYS, Manifest, decode_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.directory.local import FolderUsage
-from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, Namespace, parse_object_name
-from sgl_kvfetch.log import LimitedLogger, one_line
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, Namespace
+from sgl_kvfetch.log import one_line
 from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import AnswerTimes, Client, Failure, ServerMetrics
@@ -31,64 +30,18 @@ from sgl_kvfetch.server.tokens import ROLE
 from sgl_kvfetch.status import MAX_AUDITS_BYTES, Audits
 from sgl_kvfetch.stores import (
     ProfileRow,
-    Verified,
     is_namespace,
     list_profiles,
     profile_rows,
 )
-from sgl_kvfetch.stores.notes import last_verified
 from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
 from sgl_kvfetch.types import first_to_last
-from sgl_kvfetch.user_files import replace_file
 
 logger = logging.getLogger(__name__)
-_limited = LimitedLogger(logger)
-
-
-class LastVerified(Verified, frozen=True):
-    """What the last `kvfetch verify` found. ``at_s``: when it told that, in seconds since the epoch."""
-
-    at_s: float
-
-
-class VerifiedNote:
-    def __init__(self, store: LocalStore) -> None:
-        self._store = store
-
-    async def get(self, profiles: Iterable[str]) -> LastVerified | None:
-        """Return the last result; None if there is none, or if it cannot be read. ``profiles`` are those in the store.
-
-        Damaged objects are left out if their segment was deleted or written again since.
-        """
-        try:
-            last = await last_verified(self._store)
-            if last is None:
-                return None
-            found, at_s = last
-            names = {f"profile {name}" for name in profiles}
-            left = [each for each in found.damaged if each.name in names or await self._is_there(each.name, at_s)]
-        except (FormatError, StoreError) as e:
-            _limited.warning("verified", f"the page does not show what kvfetch verify found: {e}")
-            return None
-        num_gone = len(found.damaged) - len(left)
-        num_damaged = max(0, found.num_damaged - num_gone)
-        return LastVerified(found.num_segments, found.read_bytes, num_damaged, tuple(left), at_s)
-
-    async def _is_there(self, name: str, at_s: float) -> bool:
-        try:
-            manifest = parse_object_name(name).segment.manifest_name
-        except FormatError:
-            return False
-        info = await self._store.head(manifest)
-        return info is not None and info.modified_s <= at_s
 
 
 _EVERY_S = 10.0  # between two samples of the history
 _SAMPLES = 360  # an hour
-_DAYS_EVERY_S = 1800.0  # between two samples of the last days
-_DAYS_SAMPLES = 336  # a week
-_MOST_DAYS_BYTES = 4 << 20
-_DAYS_NAMES = ("lookup", "request_seconds", "sent_bytes", "received_bytes", "evicted")
 _SUMMARY_AGE_S = 2.0  # an answer may be this old
 _SEGMENTS_AGE_S = 5.0
 _MOST_LISTED = 64
@@ -114,55 +67,6 @@ class LoadSample(msgspec.Struct, frozen=True):
 
     at_s: float
     values: dict[str, float]
-
-
-class Days:
-    """Samples of the last week, and the file in the store's directory that keeps them when the server is started again.
-
-    Counters begin at 0 with a server. So what an earlier one has counted is shown below 0: it grows to 0 at the start.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.samples: deque[LoadSample] = deque(maxlen=_DAYS_SAMPLES)
-        self._file = root / ".days.json"  # no namespace is called like this
-
-    def add(self, sample: LoadSample) -> bool:
-        """Take a sample if it is time for one. Return whether it was."""
-        is_time = not self.samples or sample.at_s - self.samples[-1].at_s >= _DAYS_EVERY_S
-        if is_time:
-            self.samples.append(_counted(sample))
-        return is_time
-
-    def load(self) -> None:
-        """Read what an earlier server has saved. Blocking."""
-        try:
-            with self._file.open("rb") as file:
-                saved = msgspec.json.decode(file.read(_MOST_DAYS_BYTES), type=list[LoadSample])
-        except FileNotFoundError:
-            return
-        except (*DECODE_ERRORS, OSError) as e:
-            logger.warning("the page begins its last days anew: %s: %s", self._file, e)
-            return
-        now_s = time.time()
-        last = saved[-1].values if saved else {}
-        for sample in saved:
-            if now_s - _DAYS_EVERY_S * _DAYS_SAMPLES < sample.at_s <= now_s:
-                less = {name: sample.values.get(name, 0.0) - last[name] for name in last}
-                self.samples.append(LoadSample(sample.at_s, less))
-
-    def save(self, now: LoadSample) -> None:
-        """Write the samples, with one of now. Blocking. A store without a folder has nothing to keep yet."""
-        if not self._file.parent.is_dir():
-            return
-        try:
-            replace_file(self._file, msgspec.json.encode([*self.samples, _counted(now)]))
-        except OSError as e:
-            _limited.warning("days", f"the page's last days are not kept for the next start: {self._file}: {e}")
-
-
-def _counted(sample: LoadSample) -> LoadSample:
-    values = {name: value for name, value in sample.values.items() if name.startswith(_DAYS_NAMES)}
-    return LoadSample(sample.at_s, values)
 
 
 class ToldAudits(msgspec.Struct, frozen=True):
@@ -211,10 +115,8 @@ class Summary(msgspec.Struct, frozen=True):
     failures: list[Failure]  # the last ones, the oldest first
     folders: list[FolderRow]
     profiles: list[ProfileRow]  # the newest first
-    verified: LastVerified | None
     clients: list[Client]  # the one that asked last is the first
     history: list[LoadSample]
-    days: list[LoadSample]  # of what the charts show, of a week
     answer_times: dict[str, AnswerTimes]  # of ``history``, by kind: lookup, read, write
 
 
@@ -239,13 +141,11 @@ class PageHandlers:
         self._config = config
         self._history: deque[LoadSample] = deque(maxlen=_SAMPLES)
         self._times: deque[dict[str, list[float]]] = deque(maxlen=_SAMPLES)  # answers by time, at each sample
-        self._days = Days(config.root)
         self._kinds: dict[str, _Kind] = {}  # by folder
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
         self._audits: dict[str, dict[str, ToldAudits]] = {}  # by folder and client
         self._profiles: list[ProfileRow] = []
-        self._verified = VerifiedNote(store)
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
@@ -275,17 +175,13 @@ class PageHandlers:
         return get
 
     async def begin_history(self) -> None:
-        """Take up what an earlier server has saved, and the first sample, before anybody asks."""
-        await asyncio.to_thread(self._days.load)
+        """Take the first sample, before anybody asks."""
         await self._sample()
 
     async def keep_history(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(_EVERY_S)
-                await self._sample()
-        finally:
-            await asyncio.to_thread(self._days.save, self._now())
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            await self._sample()
 
     def _now(self) -> LoadSample:
         return LoadSample(time.time(), self._metrics.activity())
@@ -296,11 +192,8 @@ class PageHandlers:
         except Exception:  # the next time it may do
             logger.warning("cannot sample what the store does", exc_info=True)
             return
-        sample = self._now()
-        self._history.append(sample)
+        self._history.append(self._now())
         self._times.append(self._metrics.answers_by_time())
-        if self._days.add(sample):
-            await asyncio.to_thread(self._days.save, self._now())
 
     async def summary(self, request: web.Request) -> web.StreamResponse:
         """Answer what the page shows at its top. Folders and usage are asked for again only once they are old."""
@@ -329,10 +222,8 @@ class PageHandlers:
                     list(self._metrics.last_failures),
                     [self._with_servers(row) for row in self._folders],
                     self._profiles,
-                    await self._verified.get(f"{row.weights}/{row.digest}" for row in self._profiles),
                     self._metrics.clients,
                     [*self._history, self._now()],
-                    list(self._days.samples),
                     self._metrics.answer_times(self._times[0] if self._times else {}),
                 )
                 self._summary = msgspec.json.encode(summary)

@@ -18,7 +18,6 @@ from .notes import (
     NoteKind as NoteKind,
     Pin as Pin,
     ProfileRow as ProfileRow,
-    Verified as Verified,
     decode_pin as decode_pin,
     list_profiles as list_profiles,
     profile_rows as profile_rows,

@@ -34,7 +34,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -289,7 +289,6 @@ class AdminStore(Store):
     `tests/stores/conformance.py` has the tests that it must pass.
     """
 
-    has_page: ClassVar[bool] = False  # whether it shows people what it keeps, its notes included
     keeps_deleted = False  # whether it was seen to keep the bytes of deleted objects, as a bucket with versions does
 
     @abstractmethod

@@ -258,8 +258,6 @@ class HttpStore(RemoteStore):
     deadline. Answers are not trusted: one that is too large or malformed raises StoreError.
     """
 
-    has_page = True
-
     def __init__(self, url: str, *, token: Token | None = None, options: HttpOptions | None = None) -> None:
         """Check the arguments: ``url`` is http(s)://host[:port][/path], and ``token`` printable ASCII.
 

@@ -1,5 +1,5 @@
-"""Notes: what a store keeps beside its segments. There are three kinds: pins, profiles, and what `kvfetch verify` found
-last. They are neither evicted nor listed with segments. A store keeps their bytes under names (`NoteKind`).
+"""Notes: what a store keeps beside its segments. There are two kinds: pins and profiles. They are neither evicted nor
+listed with segments. A store keeps their bytes under names (`NoteKind`).
 
 **Pins** are prompts whose segments are evicted last. A pin has the hashes of a prompt's pages. It holds for every
 segment with one of these pages: of any namespace and rank, stored before or after it, merged or not.
@@ -20,7 +20,7 @@ import hashlib
 import re
 import secrets
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,6 @@ from sgl_kvfetch.errors import (
     why,
 )
 from sgl_kvfetch.keys import MAX_LABEL_CHARS, PAGE_HASH_BYTES, SegmentKey, split_hashes
-from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
 
@@ -76,72 +75,6 @@ class NoteKind:
         if len(infos) > self.max_notes or not all(self.has_name(info.name) for info in infos):
             raise StoreError("protocol", f"{what}: expected up to {self.max_notes} names of a {self.one}, found others")
         return infos
-
-
-MAX_DAMAGED = 100  # objects that are named
-_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-
-
-class Damaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An object that is corrupt or missing. ``name`` is an object's, or ``profile WEIGHTS/DIGEST``."""
-
-    name: Annotated[str, Meta(max_length=200)]
-    what: Annotated[str, Meta(max_length=500)]
-
-
-class Verified(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of one run on a whole store. It was made when the store says that the note was put.
-
-    ``num_damaged`` counts damaged objects; ``damaged`` names the first of them.
-    """
-
-    num_segments: _Count
-    read_bytes: _Count
-    num_damaged: _Count
-    damaged: Annotated[tuple[Damaged, ...], Meta(max_length=MAX_DAMAGED)]
-
-    @classmethod
-    def of(cls, num_segments: int, read_bytes: int, damaged: Mapping[str, str]) -> Verified:
-        """Make a result. ``damaged``: what is wrong with each damaged object, by name."""
-        first = sorted(damaged.items())[:MAX_DAMAGED]
-        shown = tuple(Damaged(name[:200], printable(what)[:500]) for name, what in first)
-        return cls(num_segments, read_bytes, len(damaged), shown)
-
-    async def put(self, store: AdminStore) -> None:
-        """Keep this as the store's last result. Raises StoreError."""
-        await store.put_note(VERIFIED, _VERIFIED_NAME, self.encode())
-
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
-
-
-def decode_verified(data: bytes) -> Verified:
-    """Decode a result. Raises FormatError."""
-    try:
-        return msgspec.json.decode(data, type=Verified)
-    except DECODE_ERRORS as e:
-        raise FormatError(f"a result of kvfetch verify is malformed: {e}") from e
-
-
-_VERIFIED_NAME = "last"
-_MAX_VERIFIED_BYTES = 256 << 10
-VERIFIED = NoteKind(
-    "verified",
-    "result of kvfetch verify",
-    re.compile(_VERIFIED_NAME),
-    max_bytes=_MAX_VERIFIED_BYTES,
-    max_notes=1,
-    checked_bytes=_MAX_VERIFIED_BYTES,
-    check=lambda name, data, size_bytes: decode_verified(data),
-)
-
-
-async def last_verified(store: AdminStore) -> tuple[Verified, float] | None:
-    """Return the last result, and when the store was told, in seconds since the epoch; None if there is none. Raises
-    FormatError and StoreError."""
-    infos = await store.notes(VERIFIED)
-    content = await store.get_note(VERIFIED, _VERIFIED_NAME)
-    return (decode_verified(content), infos[0].modified_s) if infos and content is not None else None
 
 
 MAX_LABEL = 200  # characters
@@ -345,7 +278,7 @@ PROFILES = NoteKind(
     max_part=1 / 8,
     max_beside=64,
 )
-NOTE_KINDS = {kind.name: kind for kind in (PINS, PROFILES, VERIFIED)}
+NOTE_KINDS = {kind.name: kind for kind in (PINS, PROFILES)}
 
 
 def seal_profile(path: Path, keys: StoreKeys) -> tuple[str, bytes]:

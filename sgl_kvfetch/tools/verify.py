@@ -19,7 +19,7 @@ from sgl_kvfetch.codec.container.objects import DataObject, Side
 from sgl_kvfetch.errors import EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import PROFILES, AdminStore, ObjectInfo, Verified, list_profiles, read_profile
+from sgl_kvfetch.stores import PROFILES, AdminStore, ObjectInfo, list_profiles, read_profile
 from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.target import StorePart, run_on_part, split_part
 from sgl_kvfetch.tools.terminal import (
@@ -60,9 +60,6 @@ def verify(
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
     Nothing that is stored is changed. Data without a manifest, left by a crashed writer, are counted but are no error.
 
-    The page of `kvfetch serve` shows what the last run over all of it found, if the store was given by its URL. With a
-    token, that takes the role write.
-
     Examples:
 
         kvfetch verify http://127.0.0.1:8700
@@ -70,36 +67,18 @@ def verify(
         kvfetch verify file:///var/cache/kv#4f0c
     """
     keys = StoreKeys.read(key_file)
-    untold: str | None = None
 
     async def check(part: StorePart) -> Report:
-        nonlocal untold
         report = await _verify(part.store, await part.list_segments(), keys)
         if not part.prefix:
             report.profiles = await _unusable_profiles(part.store, keys)
-            if part.store.has_page:
-                try:
-                    await _for_the_page(report).put(part.store)
-                except StoreError as e:  # with a token that may only read, most likely
-                    untold = str(e)
         return report
 
     report = run_on_part(store, access, check)
     lines = [*_lines(report), *_next_steps(report, split_part(store)[0])]
-    if untold is not None:
-        lines.append(f"the store's page does not show this result: {untold}")
     show(report, as_json, lines)
     if report.problems or report.profiles:
         raise typer.Exit(1)
-
-
-def _for_the_page(report: Report) -> Verified:
-    """Return the first problem of each damaged object."""
-    first: dict[str, str] = {}
-    for problem in report.problems:
-        first.setdefault(problem.name, problem.what)
-    first |= {f"profile {name}": what for name, what in report.profiles.items()}
-    return Verified.of(report.num_segments, report.read_bytes, first)
 
 
 async def _unusable_profiles(store: AdminStore, keys: StoreKeys) -> dict[str, str]:

@@ -17,7 +17,7 @@ from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.notes import Damaged, Pin, ProfileRow, Verified
+from sgl_kvfetch.stores.notes import Pin, ProfileRow
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
 OPERATIONS: dict[tuple[str, str], Any] = {
@@ -36,8 +36,8 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "struct",
     [
-        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.Notes, Pin, Verified, pages.LastVerified),
-        *(pages.Summary, metrics.Failure, metrics.AnswerTimes, pages.FolderRow, ProfileRow, pages.LoadSample, Damaged),
+        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.Notes, Pin),
+        *(pages.Summary, metrics.Failure, metrics.AnswerTimes, pages.FolderRow, ProfileRow, pages.LoadSample),
     ],
 )
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -18,7 +17,6 @@ import msgspec
 import pytest
 
 from harness.small_segments import NAMESPACE, make_segment, page_hashes, put_segment
-from harness.waiting import until
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
@@ -34,7 +32,7 @@ from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.notes import Damaged, NoteKind, Verified, seal_profile
+from sgl_kvfetch.stores.notes import NoteKind, seal_profile
 from tests.segments import with_labels
 from tests.stores.test_profiles import KEYS, save
 
@@ -157,45 +155,6 @@ async def test_who_reads_and_writes_and_how_long_it_takes(tmp_path: Path) -> Non
     assert metrics.answer_times(earlier) == {"read": AnswerTimes(0.003, inf)}
 
 
-async def test_the_last_days_outlive_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What earlier servers have counted lies below 0, and grows to 0 at the start of this one."""
-    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
-
-    def found(sample: Any) -> float:
-        return float(sample["values"].get("lookup_pages_total:miss", 0))
-
-    async def look_up(num_pages: int, days: list[float]) -> None:
-        async with serving(tmp_path / "store") as session:
-            shown: list[float] = []
-
-            async def has_sampled() -> bool:  # beside what is asked
-                shown[:] = [found(sample) for sample in (await get(session, wire.Route.SUMMARY))["days"]]
-                return len(shown) >= len(days)
-
-            await until(has_sampled)
-            assert shown == days
-            store = HttpStore(str(session._base_url))
-            await store.lookup("0" * 32 + ".0-1", page_hashes(num_pages))
-            await store.close()
-
-    (tmp_path / "store").mkdir()
-    await look_up(3, [0])
-    await look_up(4, [-3, 0])
-    await look_up(5, [-7, -4, 0])
-    file = tmp_path / "store" / ".days.json"
-    assert file.stat().st_mode & 0o077 == 0
-    saved = json.loads(file.read_bytes())
-    saved[0]["at_s"] -= 8 * 86400
-    saved[1]["at_s"] += 86400  # by a clock that was wrong
-    file.write_text(json.dumps(saved))
-    await look_up(0, [-5, 0])
-    file.write_bytes(b"[")
-    await look_up(0, [0])
-    assert "the page begins its last days anew" in caplog.text
-
-
 async def test_profiles_are_shown(tmp_path: Path) -> None:
     digests = []
     for number in (1, 2):
@@ -210,29 +169,6 @@ async def test_profiles_are_shown(tmp_path: Path) -> None:
     assert [newest["digest"], older["digest"]] == digests[::-1]
     assert [newest["is_newest"], older["is_newest"]] == [True, False]
     assert (newest["model"], newest["put_s"], newest["problem"]) == ("numbers", 1e9 + 2, "")
-
-
-async def test_what_verify_found_is_shown_until_it_is_deleted_or_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
-    segments = [make_segment(page_hashes(4, seed), 0, 4) for seed in ("sound", "deleted", "rewritten", "damaged")]
-    manifests = [segment.manifest.key.manifest_name for segment in segments]
-    found = Verified(4, 1000, 103, tuple(Damaged(name, "checksum does not match") for name in [*manifests[1:], "odd"]))
-    async with serving(tmp_path, *segments) as session:
-        assert (await get(session, wire.Route.SUMMARY))["verified"] is None
-        url = f"{wire.Route.NOTES}/verified/last"
-        async with session.put(url, data=b"{}") as response:
-            assert response.status == 422
-            assert "num_segments" in (await response.json())["message"]
-        async with session.put(url, data=found.encode()) as response:
-            assert response.status == 201
-        (tmp_path / manifests[1]).unlink()
-        os.utime(tmp_path / manifests[2], (1e10, 1e10))
-        shown = await get(session, wire.Route.SUMMARY)
-    assert 0 <= shown["now_s"] - shown["verified"]["at_s"] < 600
-    assert [each["name"] for each in shown["verified"]["damaged"]] == [manifests[3]]
-    assert shown["verified"]["num_damaged"] == 100
 
 
 async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,13 +199,6 @@ async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: p
             assert "what audits found is malformed" in (await response.json())["message"]
         async with session.put(f"{wire.Route.AUDITS}/odd", data=b"{}") as response:
             assert response.status == 404
-
-
-async def test_a_result_of_verify_that_cannot_be_read_does_not_hide_the_page(tmp_path: Path) -> None:
-    (tmp_path / ".verified").mkdir()
-    (tmp_path / ".verified" / "last").write_text("{")
-    async with serving(tmp_path) as session:
-        assert (await get(session, wire.Route.SUMMARY))["verified"] is None
 
 
 async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ async def session(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
 def files(root: Path) -> list[Path]:
     """Return what the store holds, without what the server keeps for itself."""
     every = (path for path in root.rglob("*") if path.is_file())
-    return [path for path in every if path.parent.name != ".catalog" and path.name not in (".days.json", ".served")]
+    return [path for path in every if path.parent.name != ".catalog" and path.name != ".served"]
 
 
 async def error_of(response: aiohttp.ClientResponse) -> str:

@@ -18,8 +18,8 @@ from harness.small_segments import (
     put_segment,
 )
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import NOTE_KINDS, PINS, AdminStore, Lookup, Pin, Store, Verified, object_digest, put_pin
-from sgl_kvfetch.stores.notes import get_pin, last_verified
+from sgl_kvfetch.stores import NOTE_KINDS, PINS, AdminStore, Lookup, Pin, Store, object_digest, put_pin
+from sgl_kvfetch.stores.notes import get_pin
 
 BAD_NAMES = (
     "",
@@ -387,27 +387,23 @@ class AdminStoreConformance(StoreConformance):
         assert found[first.name].size_bytes == len(first.encode())
         assert abs(found[first.name].modified_s - time.time()) < 3600
         assert await get_pin(store, first.name) == first
-        await Verified.of(1, 2, {}).put(store)
 
         assert [info async for info in store.list()] == []
         assert await store.folders() == frozenset()
         assert await store.delete_prefix("") == 0
         assert await store.delete_note(PINS, first.name)
         assert [info.name for info in await store.notes(PINS)] == [second.name]
-        assert [info.name for info in await store.notes(NOTE_KINDS["verified"])] == ["last"]
 
     async def test_the_first_bytes_of_a_note(self, store: AdminStore) -> None:
-        kind, data = NOTE_KINDS["verified"], Verified.of(1, 2, {"an object": "is missing"}).encode()
-        assert await store.get_note(kind, "last", 1) is None
-        await store.put_note(kind, "last", data)
-        assert await store.get_note(kind, "last") == data
-        found = await last_verified(store)
-        assert found is not None
-        assert found[0] == Verified.of(1, 2, {"an object": "is missing"})
-        assert await store.get_note(kind, "last", 5) == data[:5]
-        for length, reason in ((len(data) + 1, "truncated"), (kind.max_bytes + 1, "too_large"), (0, "too_large")):
+        pin = Pin("a question", 1, b"".join(page_hashes(4)))
+        data = pin.encode()
+        assert await store.get_note(PINS, pin.name, 1) is None
+        await put_pin(store, pin)
+        assert await store.get_note(PINS, pin.name) == data
+        assert await store.get_note(PINS, pin.name, 5) == data[:5]
+        for length, reason in ((len(data) + 1, "truncated"), (PINS.max_bytes + 1, "too_large"), (0, "too_large")):
             with pytest.raises(StoreError) as caught:
-                await store.get_note(kind, "last", length)
+                await store.get_note(PINS, pin.name, length)
             assert caught.value.reason == reason
 
     async def test_other_names_of_notes_are_invalid(self, store: AdminStore) -> None:

@@ -1,8 +1,6 @@
 import dataclasses
-import json
 import random
 import shlex
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,6 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier, _lines
-from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.segments import as_newer, make_segment, using
 from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json, put, unchanged
 
@@ -162,33 +159,6 @@ def test_what_is_corrupt_can_be_deleted_by_the_commands_that_it_prints(
     assert "1 segments" in (after := kvfetch("verify", stored.root.name).stdout)
     assert "all is well" in after
     assert "kvfetch clear" not in after
-
-
-@pytest.mark.process
-def test_the_store_keeps_what_was_found_for_its_page(stored: Stored) -> None:
-    flip(stored.data_path(0), -1)
-    with StoreProcess(stored.root) as store:
-        kvfetch("verify", f"{store.url}#{stored.segments[1].manifest.key.stem}")  # it tells nothing: it is not all
-        kvfetch("verify", store.url)
-        with urllib.request.urlopen(f"{store.url}/v1/summary") as answer:
-            found = json.load(answer)["verified"]
-    (damaged,) = found["damaged"]
-    assert (found["num_segments"], found["num_damaged"]) == (3, 1)
-    assert damaged["name"] == stored.segments[0].data_name
-    assert "checksum does not match" in damaged["what"]
-
-
-@pytest.mark.process
-def test_a_token_that_may_only_read_verifies_and_says_that_the_page_does_not_show_it(
-    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tokens := tmp_path / "tokens").write_text("read secret\n")
-    monkeypatch.setenv(TOKEN_ENV, "secret")
-    with StoreProcess(stored.root, extra_args=["--token-file", str(tokens)]) as store:
-        result = kvfetch("verify", store.url)
-    assert result.exit_code == 0
-    assert "page does not show this result" in result.stdout
-    assert "the role write" in result.stdout
 
 
 def test_many_problems_of_one_object_are_cut_short(stored: Stored) -> None:

@@ -37,10 +37,9 @@ function scaleTop(value, areBytes, least = 0.1) {
 }
 
 function drawCharts() {
-  const { history, days } = latest;
-  const range_s = Number($("#range").value);
-  const from_s = history.at(-1).at_s - range_s;
-  const shown = (range_s > 3600 ? [...days, history.at(-1)] : history).filter((sample) => sample.at_s >= from_s);
+  const { history } = latest;
+  const from_s = history.at(-1).at_s - Number($("#range").value);
+  const shown = history.filter((sample) => sample.at_s >= from_s);
   const rate = (value) => (value < 10 ? Number(value.toFixed(2)).toString() : count(Math.round(value)));
   const kinds = ["lookup", "read", "write"];
   $("#charts").replaceChildren(

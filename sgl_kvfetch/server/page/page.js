@@ -70,13 +70,10 @@ async function show() {
 }
 
 // What somebody who was called at night has to know first, and whether it is good or bad.
-function verdict({ history, failures, write_problem, capacity_bytes, now_s, verified, folders: rows }) {
+function verdict({ history, failures, write_problem, capacity_bytes, now_s, folders: rows }) {
   if (write_problem) return [`Read only: ${write_problem}`, "bad"];
   const recent = failures.filter((each) => each.at_s > now_s - 300);
   if (recent.length) return [`Errors: ${recent.length} in 5 minutes, the last one ${recent.at(-1).cause}`, "bad"];
-  if (verified?.num_damaged) {
-    return [`CORRUPT: ${count(verified.num_damaged)} objects, as kvfetch verify found ${ago(now_s - verified.at_s)}`, "bad"];
-  }
   const off = rows.flatMap((row) => row.audits).filter((each) => each.audits.off);
   if (off.length) return [`Audits: not used by ${off.length} ${off.length > 1 ? "servers" : "server"}, where it would be wrong`, "bad"];
   const now = history.at(-1).values;
@@ -121,7 +118,6 @@ function draw(summary) {
   drawFolders(summary);
   drawProfiles(summary);
   drawAudits(summary);
-  drawVerified(summary);
 }
 
 // By namespace: its ranks look up the same tokens, each for its own heads.
@@ -135,7 +131,7 @@ function tokensFound(rows) {
 }
 
 // Values of now, and of the last minute and hour: each says of which.
-function tiles({ folders: rows, history, days, answer_times: times }) {
+function tiles({ folders: rows, history, answer_times: times }) {
   const now = history.at(-1);
   const [minute, hour] = [history.at(-7) ?? history[0], history[0]];
   const [sent, received] = rates([minute, now], ["sent_bytes_total", "received_bytes_total"])[0]?.values ?? [0, 0];
@@ -145,14 +141,12 @@ function tiles({ folders: rows, history, days, answer_times: times }) {
   const took_text = (kind) => (took(kind) === null ? "–" : milliseconds(took(kind)));
   const within = (seconds) => (seconds === null ? "over 30 s" : `within ${milliseconds(seconds)}`);  // null is infinite
   const spread = (kind) => (times[kind] ? `; half ${within(times[kind].half_s)}, 95% ${within(times[kind].most_s)}` : "");
-  const longest = days[0] ?? history[0];
   const [mean, last] = [`mean of ${span(now.at_s - minute.at_s)}`, `last ${span(now.at_s - hour.at_s)}`];
   return [
     ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0)), "now"],
     ["Segments", count(now.values["segments"] ?? 0), "now"],
     ["Tokens found", count([...tokensFound(rows).values()].reduce((sum, tokens) => sum + tokens, 0)), "since the start"],
     ["Pages found", percent(found(hour)), last],
-    ...(longest.at_s < hour.at_s ? [["Pages found", percent(found(longest)), `last ${span(now.at_s - longest.at_s)}`]] : []),
     ["A lookup takes", took_text("lookup"), `mean, ${last}${spread("lookup")}`],
     ["A read takes", took_text("read"), `mean, ${last}${spread("read")}`],
     ["Sent", `${size(sent)}/s`, mean],
@@ -270,30 +264,6 @@ function drawAudits({ folders: all, now_s }) {
     ago(now_s - each.told_s),
     element("td", each.advice ? `${each.says}. What to do: ${each.advice}` : each.says, { class: "long" }),
   ]);
-}
-
-// What was found to be corrupt, and what to do about it.
-function drawVerified({ verified, now_s, host }) {
-  const url = originUrl();
-  $("#verified-says").textContent = verified === null
-    ? "Not run yet. It reads all that is stored, and compares it with its checksums:"
-    : `${ago(now_s - verified.at_s)}: ${count(verified.num_segments)} segments, ${size(verified.read_bytes)} read; ${
-      verified.num_damaged ? `${count(verified.num_damaged)} objects are corrupt or missing` : "nothing is corrupt now"}`;
-  $("#verified-how").textContent = verified === null ? `kvfetch verify ${url}` : "";
-  $("#damage").hidden = $("#next").hidden = !verified?.num_damaged;
-  if ($("#damage").hidden) return;
-  const manifestOf = (name) => name.replace(/(\.[0-9a-f]{32})?\.kv[md]$/, ".kvm");
-  replaceRows($("#damage tbody"), verified.damaged, (each) => each.name, (each) => [
-    each.name.startsWith("profile ")
-      ? element("td", `profile ${each.name.split("/").at(-1).slice(0, 12)}`, { title: each.name })
-      : link(short(each.name.split("/").at(-1)), { segment: manifestOf(each.name) }, each.name),
-    element("td", each.what, { class: "long" }),
-  ]);
-  const commands = verified.damaged.map(({ name }) => (name.startsWith("profile ")
-    ? `kvfetch profile rm ${url} ${name.split("/").at(-1)}    # and publish it again`
-    : `kvfetch clear '${url}#${manifestOf(name).replace(/\.kvm$/, "")}'`));
-  $("#remedy").textContent = [...new Set(commands)].join("\n");
-  $("#cause-of-damage").textContent = `If the disk of ${host} did it (its kernel's log says so), move the store to a sound one first.`;
 }
 
 $("#login").addEventListener("submit", (event) => {
