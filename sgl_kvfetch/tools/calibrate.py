@@ -67,15 +67,6 @@ def calibrate(
         CONTINUATION_TOKENS
     ),
     part: Annotated[str, option("FROM:TO", "Use this part of the text, in fractions of its tokens.")] = "0:1",
-    max_channels: Annotated[
-        int,
-        option(
-            "COUNT",
-            "Channels that are transformed together: K and V of some heads and layers. More channels need fewer "
-            "bits, but more time and memory to restore.",
-            min=1,
-        ),
-    ] = 1536,
     tp_size: Annotated[
         int, option("COUNT", "The --tp-size that SGLang will run with, or a multiple of it.", min=1)
     ] = 1,
@@ -146,7 +137,7 @@ def calibrate(
         notes=notes,
         part=part,
     )
-    options = CalibrationOptions(context, max_channels, tp_size, worst_of=tuple(worst_of or ()))
+    options = CalibrationOptions(context, tp_size=tp_size, worst_of=tuple(worst_of or ()))
     unfinished = None if out is None else out.with_name(f".{out.name}.unfinished")
     profile = calibrate_model(loaded, ids, layers, describe, options, _progress, unfinished)
     where = save_and_publish(profile, out, publish, access, keys)

@@ -8,22 +8,18 @@ import secrets
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from aiohttp import ClientSession
-from msgspec import Meta, Struct
+from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.log import one_line
 from sgl_kvfetch.tools.bench_prompts import longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.sglang_server import (
-    COMPUTING_S,
-    Count,
-    LogProb,
-    ask_for,
     flush_cache,
     generate,
     open_server,
@@ -38,15 +34,15 @@ _ANSWER_TOKENS = 16
 _WRITE_WAIT_S = 10.0  # for what is to be fetched, before caches are emptied
 _TOP = 20  # logprobs of a token: as many as engines give without a flag
 _LEAST = 1e-6  # probability; logprobs are rounded
-_COMPUTED, _UNKNOWN = "computed", "unknown"
+_COMPUTED = "computed"
 
 Found = Literal["sound", "differs", "nothing compared"]  # of prompts none of which came from a cache
 
 
 class ComparedGroup(Struct, frozen=True):
     """The prompts of a group that came from the same place. ``source``: the tier that most cached tokens came from;
-    ``computed`` if none was cached, ``unknown`` if the server does not say. Divergences are nats, means of all compared
-    positions; ``repeated_kl`` is that of two computations."""
+    ``computed`` if none was cached. Divergences are nats, means of all compared positions; ``repeated_kl`` is that of
+    two computations."""
 
     name: str
     source: str
@@ -116,9 +112,9 @@ def compare(
     Of each token, only the 20 likeliest are known, so divergences are lower bounds: what is left is taken as one token.
     A cache that is wrong is far beyond --most-kl, 0.03; the default target of `klt` is 0.001.
 
-    It needs no plugin in the server: it compares SGLang's own host tier and storage backends, too, and servers with
-    OpenAI's /v1/completions that know cache_salt, such as vLLM. Each compared prompt is computed twice, and takes room
-    in the caches. The exit code is 1 if answers from caches differ, or if nothing came from a cache.
+    It needs no plugin in the server: it compares SGLang's own host tier and storage backends, too. Each compared prompt
+    is computed twice, and takes room in the caches. The exit code is 1 if answers from caches differ, or if nothing
+    came from a cache.
 
     Examples:
 
@@ -136,25 +132,23 @@ def compare(
 
 @dataclass(frozen=True)
 class TopAnswer:
-    """``tops``: for each token the logprobs of the likeliest, by token. ``cached``: tokens by tier; None if the server
-    does not say."""
+    """``tops``: for each token the logprobs of the likeliest, by token. ``cached``: the prompt's tokens that were not
+    computed, by tier."""
 
-    tokens: list[Any]
-    tops: list[dict[Any, float]]
-    cached: Mapping[str, int] | None
+    tokens: list[int]
+    tops: list[dict[int, float]]
+    cached: dict[str, int]
 
     @property
     def source(self) -> str:
-        if self.cached is None:
-            return _UNKNOWN
-        return max(self.cached, key=lambda tier: self.cached[tier]) if any(self.cached.values()) else _COMPUTED  # type: ignore[index]
+        return max(self.cached, key=self.cached.__getitem__) if self.num_cached else _COMPUTED
 
     @property
     def num_cached(self) -> int:
-        return sum((self.cached or {}).values())
+        return sum(self.cached.values())
 
 
-def divergence(p: Mapping[Any, float], q: Mapping[Any, float]) -> float:
+def divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
     """Return a lower bound of the Kullback-Leibler divergence from ``p`` to ``q``, in nats. Both are the logprobs of
     some tokens, the likeliest.
 
@@ -208,28 +202,28 @@ class _Run:
     async def compare(self) -> Comparison:
         """Ask each prompt from the caches and computed, and compare the answers. Raises ConfigError."""
         async with open_server(self.server) as session:
-            engine = await _Engine.find(session, self.server)
-            groups, num_skipped = await make_groups(
-                self.file, self.lengths, self.sample, engine.longest, engine.tokenise
-            )
+            info = await server_info(session, self.server)
+            longest, tokenise = longest_prompt(info, _ANSWER_TOKENS), partial(tokenise_on, session, self.server)
+            groups, num_skipped = await make_groups(self.file, self.lengths, self.sample, longest, tokenise)
             prompts = [(group.name, prompt) for group in groups for prompt in group.prompts]
             if self.flush:
                 for _, prompt in prompts:
-                    await engine.ask(prompt, None)
+                    await ask(session, self.server, prompt, None)
                 await asyncio.sleep(_WRITE_WAIT_S)
                 await flush_cache(session, self.server)
             cases: dict[tuple[str, str], list[_Case]] = {}
             with make_progress("compare") as progress:
                 for name, prompt in progress.track(prompts):
-                    case = await self._case(engine, prompt)
+                    case = await self._case(session, prompt)
                     cases.setdefault((name, case.cached.source), []).append(case)
         compared = [self._judged(*key, of_group) for key, of_group in cases.items()]
-        return Comparison(self.server, engine.model, self.most_kl, num_skipped, compared)
+        return Comparison(self.server, served_model(info), self.most_kl, num_skipped, compared)
 
-    async def _case(self, engine: _Engine, prompt: Any) -> _Case:
+    async def _case(self, session: ClientSession, prompt: Sequence[int]) -> _Case:
         # From the caches first: what is computed goes into them, too, and could push out what is to be compared.
-        cached = await engine.ask(prompt, None)
-        computed, again = [await engine.ask(prompt, f"kvfetch-compare-{secrets.token_hex(8)}") for _ in range(2)]
+        cached = await ask(session, self.server, prompt, None)
+        salts = (f"kvfetch-compare-{secrets.token_hex(8)}" for _ in range(2))
+        computed, again = [await ask(session, self.server, prompt, salt) for salt in salts]
         if computed.num_cached or again.num_cached:
             raise ConfigError(
                 f"--server {self.server} has {max(computed.num_cached, again.num_cached)} tokens cached for a "
@@ -262,92 +256,16 @@ class _Run:
         )
 
 
-# Answers of OpenAI's API
-
-
-class _Model(Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(Struct):
-    data: Annotated[list[_Model], Meta(min_length=1)]
-
-
-class _LogProbs(Struct):
-    tokens: list[str]
-    top_logprobs: list[dict[str, LogProb]]
-
-
-class _Choice(Struct):
-    logprobs: _LogProbs
-
-
-class _PromptDetails(Struct):
-    cached_tokens: Count | None = None
-
-
-class _Usage(Struct):
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Completion(Struct):
-    choices: Annotated[list[_Choice], Meta(min_length=1)]
-    usage: _Usage | None = None
-
-
-@dataclass(frozen=True)
-class _Engine:
-    """A server: SGLang by its own API, which says where tokens came from, and others by OpenAI's."""
-
-    session: ClientSession
-    server: str
-    model: str
-    is_sglang: bool
-    longest: int  # prompt, in tokens
-
-    @classmethod
-    async def find(cls, session: ClientSession, server: str) -> _Engine:
-        """Raises ConfigError if neither API answers."""
-        try:
-            info = await server_info(session, server)
-        except ConfigError:
-            try:
-                (model, *_) = (await ask_for(_Models, session, "GET", f"{server}/v1/models")).data
-                longest = model.max_model_len or 1 << 30
-                return cls(session, server, one_line(model.id), False, longest - _ANSWER_TOKENS - 1)
-            except (StoreError, ValueError) as e:
-                raise ConfigError(f"--server {server} has neither SGLang's API nor OpenAI's /v1/models: {e}") from e
-        return cls(session, server, served_model(info), True, longest_prompt(info, _ANSWER_TOKENS))
-
-    async def tokenise(self, text: str) -> list[int]:
-        return await tokenise_on(self.session, self.server, text, None if self.is_sglang else self.model)
-
-    async def ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
-        """Return the answer to a prompt, greedily. Raises StoreError."""
-        answer = await self._ask(prompt, cache_salt)
-        if not answer.tokens or len(answer.tokens) != len(answer.tops):
-            what = f"{len(answer.tokens)} tokens, and the likeliest at {len(answer.tops)} places"
-            raise StoreError("protocol", f"{self.server}: the answer has {what}; expected {_ANSWER_TOKENS} of each")
-        return answer
-
-    async def _ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
-        if self.is_sglang:
-            options = {"return_logprob": True, "top_logprobs_num": _TOP}
-            meta = await generate(self.session, self.server, prompt, _ANSWER_TOKENS, cache_salt, **options)
-            tops = [{token: logprob for logprob, token, _ in top} for top in meta.output_top_logprobs]
-            return TopAnswer([token for _, token, _ in meta.output_token_logprobs], tops, meta.by_tier)
-        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
-        body = {
-            "model": self.model, "prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0.0,
-            "ignore_eos": True, "logprobs": _TOP,
-        }  # fmt: skip
-        url = f"{self.server}/v1/completions"
-        answer = await ask_for(_Completion, self.session, "POST", url, body | salt, COMPUTING_S)
-        about = None if answer.usage is None else answer.usage.prompt_tokens_details
-        logprobs = answer.choices[0].logprobs
-        cached = None if about is None else {"cache": about.cached_tokens or 0}
-        return TopAnswer(logprobs.tokens, logprobs.top_logprobs, cached)
+async def ask(session: ClientSession, server: str, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
+    """Return the answer to a prompt, greedily. Raises StoreError."""
+    options = {"return_logprob": True, "top_logprobs_num": _TOP}
+    meta = await generate(session, server, prompt, _ANSWER_TOKENS, cache_salt, **options)
+    tops = [{token: logprob for logprob, token, _ in top} for top in meta.output_top_logprobs]
+    tokens = [token for _, token, _ in meta.output_token_logprobs]
+    if not tokens or len(tokens) != len(tops):
+        what = f"{len(tokens)} tokens, and the likeliest at {len(tops)} places"
+        raise StoreError("protocol", f"{server}: the answer has {what}; expected {_ANSWER_TOKENS} of each")
+    return TopAnswer(tokens, tops, meta.by_tier)
 
 
 def _report(result: Comparison) -> Iterator[Table | str]:

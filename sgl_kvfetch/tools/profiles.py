@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import tempfile
 import time
@@ -16,7 +15,6 @@ from rich.table import Table
 
 from sgl_kvfetch.codec import StoreKeys
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
-from sgl_kvfetch.keys import profile_digest
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import (
     PROFILES,
@@ -229,7 +227,7 @@ def profile(
         if action == "show":
             _show(shown, as_json)
             return
-    show(rows, as_json, [done] if done else _lines(rows))
+    show(rows, as_json, [done or (profiles_table(rows) if rows else "no profiles")])
 
 
 def _show(path: Path, as_json: bool) -> None:
@@ -255,23 +253,6 @@ def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
         there = ", ".join(each.info.name for each in found) or "none"
         raise ConfigError(f"expected one profile with a digest that starts with {digest!r}, found {there}")
     return found[0]
-
-
-def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
-    yield profiles_table(rows) if rows else "no profiles"
-    if importlib.util.find_spec("torch") is None:  # a store's machine: no server has audited anything here
-        return
-    from sgl_kvfetch.plane import audit_records
-
-    for path, record in audit_records().items():
-        for row in rows:
-            if record.why_off and profile_digest(record.identity) == row.digest:
-                age = format_age(time.time() - record.off_at_s)
-                yield (
-                    f"{row.digest} is not used on this machine since audits failed {age} ago: "
-                    f"{printable(record.why_off)}. Publish another one; or, to try again at once, delete {path} "
-                    "and attach the store again"
-                )
 
 
 def profiles_table(rows: Sequence[ProfileRow], stored_bytes: Mapping[str, int] | None = None) -> Table:

@@ -145,10 +145,9 @@ async def flush_cache(session: aiohttp.ClientSession, server: str) -> None:
     await ask_server(session, "POST", f"{server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
 
 
-async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str, model: str | None = None) -> list[int]:
-    """Return the tokens that the server's tokenizer makes of a text. ``model``: for servers that want its name."""
-    body = {"prompt": text} if model is None else {"model": model, "prompt": text}
-    return (await ask_for(_Tokens, session, "POST", f"{server}/tokenize", body)).tokens
+async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str) -> list[int]:
+    """Return the tokens that the server's tokenizer makes of a text."""
+    return (await ask_for(_Tokens, session, "POST", f"{server}/tokenize", {"prompt": text})).tokens
 
 
 async def text_on(session: aiohttp.ClientSession, server: str, tokens: Sequence[int]) -> str:

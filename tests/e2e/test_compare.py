@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 from harness.store_process import StoreProcess
-from sgl_kvfetch.errors import ConfigError
 from tests.e2e.conftest import make_prompt
 from tests.e2e.shared import Shared
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-
-async def is_no_sglang(*args: object) -> None:
-    raise ConfigError("it is another engine")
 
 
 def compared(url: str, *options: str, exit_code: int = 0) -> dict[str, Any]:
@@ -40,10 +35,6 @@ def test_sound_caches_and_values_that_are_too_coarse(
     with host.attached(store.url, codec="zstd", quantiser="cachegen") as server:
         (coarse,) = compared(server.url, "--file", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
         table = kvfetch("compare", "--server", server.url, "--file", str(file), "--prompts", "1", "--most-kl", "0")
-        with monkeypatch.context() as patch:
-            patch.setattr("sgl_kvfetch.tools.compare.server_info", is_no_sglang)
-            patch.setattr("sgl_kvfetch.tools.compare._Engine.tokenise", None)  # the prompts are tokens
-            (by_openai,) = compared(server.url, "--file", str(file), "--most-kl", "1")["groups"]
     for group, source, num_cached in (nothing, "computed", 0), (of_server, "host", 624), (stored, "storage", 624):
         assert (group["source"], group["cached_tokens"], group["num_prompts"]) == (source, num_cached, 3)
         assert group["num_positions"] == 3 * 4
@@ -54,8 +45,6 @@ def test_sound_caches_and_values_that_are_too_coarse(
     assert coarse["found"] == "differs"
     assert coarse["longest_kl"] >= coarse["kl"] > 1000 * max(1e-6, coarse["repeated_kl"])
     assert coarse["same_answers"] < 3
-    assert by_openai["source"] == "cache"
-    assert by_openai["kl"] == pytest.approx(coarse["kl"], rel=0.01)
     assert table.exit_code == 1
     assert "differs" in table.output
     assert "answers from caches diverge by more than 0 nats beyond chance" in table.output

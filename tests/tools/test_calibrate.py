@@ -61,8 +61,6 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
 def test_cells_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:
     assert run(model, text, tmp_path / "p", "--tp-size", "2").exit_code == 0
     assert load_profile(tmp_path / "p").grid.cell_heads == 1
-    assert run(model, text, tmp_path / "q", "--max-channels", "192").exit_code == 0
-    assert load_profile(tmp_path / "q").grid.cell_heads == 1
 
 
 @pytest.mark.parametrize(

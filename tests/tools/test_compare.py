@@ -19,8 +19,8 @@ from sgl_kvfetch.tools.compare import (
     Comparison,
     TopAnswer,
     _Case,
-    _Engine,
     _Run,
+    ask,
     compared,
     divergence,
 )
@@ -57,14 +57,14 @@ def test_answers_that_share_no_likely_token_diverge_much() -> None:
 
 def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
     tops = [{1: math.log(0.9)}] * 4
-    computed = TopAnswer([1, 1, 1, 1], tops, None)
+    computed = TopAnswer([1, 1, 1, 1], tops, {})
     assert len(compared(computed, computed)) == 4
-    assert len(compared(computed, TopAnswer([1, 2, 1, 1], tops, None))) == 2
+    assert len(compared(computed, TopAnswer([1, 2, 1, 1], tops, {}))) == 2
 
 
 def test_where_most_tokens_came_from() -> None:
-    sources = [TopAnswer([], [], cached).source for cached in (None, {}, {"device": 0}, {"device": 1, "storage": 2})]
-    assert sources == ["unknown", "computed", "computed", "storage"]
+    sources = [TopAnswer([], [], cached).source for cached in ({}, {"device": 0}, {"device": 1, "storage": 2})]
+    assert sources == ["computed", "computed", "storage"]
 
 
 def test_a_comparison_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +139,12 @@ async def test_an_answer_that_does_not_end_has_a_deadline() -> None:
 
 
 @pytest.mark.parametrize("logprob", ['"x"', "NaN", "null", "1e308", "[]"])
-@pytest.mark.parametrize("is_sglang", [True, False])
-async def test_malformed_log_probabilities_are_named(logprob: str, is_sglang: bool) -> None:
+async def test_malformed_log_probabilities_are_named(logprob: str) -> None:
     pair = f"[{logprob}, 1, null]"
-    ours = f'{{"meta_info": {{"output_token_logprobs": [{pair}], "output_top_logprobs": [[{pair}]]}}}}'
-    openai = f'{{"choices": [{{"logprobs": {{"tokens": ["a"], "top_logprobs": [{{"a": {logprob}}}]}}}}]}}'
-    async with (
-        answering(lambda _: web.Response(text=ours if is_sglang else openai)) as url,
-        open_server(url) as session,
-    ):
-        engine = _Engine(session, url, "model", is_sglang, 100)
+    meta = f'{{"meta_info": {{"output_token_logprobs": [{pair}], "output_top_logprobs": [[{pair}]]}}}}'
+    async with answering(lambda _: web.Response(text=meta)) as url, open_server(url) as session:
         with pytest.raises(StoreError, match="the answer is malformed") as caught:
-            await engine.ask([1, 2], None)
+            await ask(session, url, [1, 2], None)
         assert caught.value.reason == "protocol"
 
 
@@ -158,4 +152,4 @@ async def test_malformed_log_probabilities_are_named(logprob: str, is_sglang: bo
 async def test_answers_without_log_probabilities_are_named(meta: str) -> None:
     async with answering(lambda _: web.Response(text=f'{{"meta_info": {meta}}}')) as url, open_server(url) as session:
         with pytest.raises(StoreError, match="expected 16 of each"):
-            await _Engine(session, url, "model", True, 100).ask([1, 2], None)
+            await ask(session, url, [1, 2], None)
