@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -210,7 +210,6 @@ class Plan:
     broken: list[StoredSegment]  # without a manifest or without data, for longer than a write takes
     coarser: list[Coarser]  # the least recently used first
     oldest_use_s: float | None  # of the segments that are kept, in seconds since the epoch
-    unused_quotas: list[str]  # names of which nothing is stored
 
     @property
     def doomed(self) -> list[StoredSegment]:
@@ -230,14 +229,9 @@ class Swept:
     failures: dict[str, str] = field(default_factory=dict)  # by the object's name
 
 
-async def plan_sweep(
-    store: AdminStore, capacity_bytes: int | None, quotas: Mapping[str, int] | None = None, drop_levels: int = 0
-) -> Plan:
-    """List the store and decide what to delete.
-
-    ``quotas``: most bytes of all namespaces together that have a name, as of `folders_named`. ``drop_levels``: the
-    most that a segment loses before any segment is evicted. Raises StoreError.
-    """
+async def plan_sweep(store: AdminStore, capacity_bytes: int | None, drop_levels: int = 0) -> Plan:
+    """List the store and decide what to delete. ``drop_levels``: the most that a segment loses before any segment is
+    evicted. Raises StoreError."""
     segments = await list_segments(store, "")
     whole = [segment for segment in segments if segment.manifest is not None and segment.data]
     parts = [segment for segment in segments if segment.manifest is None or not segment.data]
@@ -258,16 +252,10 @@ async def plan_sweep(
     doomed = expired | {segment.key for segment in broken}
 
     coarser: dict[SegmentKey, Coarser] = {}
-
-    async def shrink(folders: Container[str], most_bytes: int) -> None:
-        inside = [segment for segment in segments if segment.key.namespace in folders and segment.key not in doomed]
-        lacking = sum(segment.stored_bytes for segment in inside) - most_bytes
-        lacking -= sum(coarser[segment.key].num_bytes for segment in inside if segment.key in coarser)
-        may_lose = [
-            segment
-            for segment in in_order
-            if segment.key.namespace in folders and not {segment.key} & (doomed | pinned) and segment.key not in coarser
-        ]
+    if capacity_bytes is not None:
+        left = [segment for segment in segments if segment.key not in doomed]
+        lacking = sum(segment.stored_bytes for segment in left) - capacity_bytes
+        may_lose = [segment for segment in in_order if not {segment.key} & (doomed | pinned)]
         while drop_levels and lacking > 0 and may_lose:
             some, may_lose = may_lose[:_WORKERS], may_lose[_WORKERS:]
             for found in await asyncio.gather(*(_coarser(store, segment, drop_levels) for segment in some)):
@@ -275,19 +263,9 @@ async def plan_sweep(
                     coarser[found.segment.key] = found
                     lacking -= found.num_bytes
         for segment in in_order:
-            if lacking > 0 and segment.key.namespace in folders and segment.key not in doomed:
+            if lacking > 0 and segment.key not in doomed:
                 doomed.add(segment.key)
                 lacking -= segment.stored_bytes - (coarser.pop(segment.key).num_bytes if segment.key in coarser else 0)
-
-    names = await names_of_folders(store, reversed(in_order)) if quotas else {}
-    unused_quotas = []
-    for name, most_bytes in (quotas or {}).items():
-        folders = folders_named(name, names)
-        await shrink(folders, most_bytes)
-        if not folders:
-            unused_quotas.append(name)
-    if capacity_bytes is not None:
-        await shrink({segment.key.namespace for segment in segments}, capacity_bytes)
     evicted = [segment for segment in in_order if segment.key in doomed]
     return Plan(
         stored_bytes=sum(segment.stored_bytes for segment in segments),
@@ -299,7 +277,6 @@ async def plan_sweep(
         broken=broken,
         coarser=list(coarser.values()),
         oldest_use_s=min((last_uses[segment.key] for segment in whole if segment.key not in doomed), default=None),
-        unused_quotas=unused_quotas,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -12,14 +12,12 @@ import typer
 
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
-from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import Plan, Swept, plan_sweep, read_manifest, sweep_segments
 from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, StorePart, run_on_part, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,
-    MODEL_HELP,
     DryRunOption,
     IndexedAccess,
     IndexOption,
@@ -44,9 +42,6 @@ _WORKERS = 16
 def gc(
     store: StoreArgument,
     capacity: Annotated[str | None, option("SIZE", "Most bytes that stay, such as 10TiB, manifests included.")] = None,
-    quota: Annotated[
-        list[str] | None, option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable.")
-    ] = None,
     drop_levels: Annotated[
         int,
         option(
@@ -66,63 +61,49 @@ def gc(
         bool,
         json_flag(
             "an object with stored_bytes, num_segments, pinned_bytes, num_expired, evicted, broken, coarser, "
-            "planned_bytes, oldest_use_s, unused_quotas and deleted (null in a dry run), which has num_objects, "
+            "planned_bytes, oldest_use_s and deleted (null in a dry run), which has num_objects, "
             "num_bytes, num_levels, are_kept and failures"
         ),
     ] = False,
 ) -> None:
     """Delete expired segments of an S3 store or a directory, and the least recently used until the rest fits.
 
-    Without --capacity and --quota, it deletes only expired segments. The command lists the store once. In S3 it also
+    Without --capacity, it deletes only expired segments. The command lists the store once. In S3 it also
     reads all manifests, since only they say when segments expire. With --index, it knows when servers last found each
     segment, removes deleted segments from the index, and does not run twice at a time. Without it, the oldest S3
     segments go first. The command also deletes leftovers of writers that died. Servers may use the store meanwhile.
     Without --yes, it shows what it would delete, and asks.
 
-    kvfetch serve needs no gc for its capacity: it evicts at every write. For quotas, run gc on its directory, beside
-    it. The exit code is 1 if some objects could not be deleted or nothing is stored of a quota's model, 2 if the store
-    or the index cannot be used, or another gc is at work.
+    kvfetch serve needs no gc: it evicts at every write. Models with a prefix of a bucket each can have a capacity each.
+    The exit code is 1 if some objects could not be deleted, 2 if the store or the index cannot be used, or another gc
+    is at work.
 
     Example, for cron:
 
         kvfetch gc s3://kv-cache/llama --index redis://10.0.0.5:6379/0 --capacity 10TiB --yes
     """
     if store.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{store} evicts by itself: start it with kvfetch serve --capacity; for quotas, run gc on its directory"
-        )
-    limits = None if capacity is None else parse_size(capacity), _parse_quotas(quota or [])
+        raise ConfigError(f"{store} evicts by itself: start it with kvfetch serve --capacity")
+    capacity_bytes = None if capacity is None else parse_size(capacity)
     tell = partial(say, err=True)
 
     async def collect(opened: AdminStore) -> tuple[Plan, Swept | None]:
         if dry_run:
-            return await plan_sweep(opened, *limits, drop_levels), None
+            return await plan_sweep(opened, capacity_bytes, drop_levels), None
         if drop_levels:
             await opened.require_replace()
         if not yes:  # before the lock is taken: it lasts for seconds, and people think for minutes
-            plan = await plan_sweep(opened, *limits, drop_levels)
+            plan = await plan_sweep(opened, capacity_bytes, drop_levels)
             if plan.doomed or plan.coarser:
                 for line in _gc_lines(plan, None):
                     say(line, err=as_json)
                 ask_to_delete(err=as_json)
         async with opened.sweeping():
-            plan = await plan_sweep(opened, *limits, drop_levels)
+            plan = await plan_sweep(opened, capacity_bytes, drop_levels)
             return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser, tell)
 
     plan, swept = run_on_store(store, IndexedAccess(index=index), collect)
-    failures = {f"--quota {printable(name)}": "nothing is stored of this model" for name in plan.unused_quotas}
-    show(_summary(plan, swept), as_json, _gc_lines(plan, swept), failures | ({} if swept is None else swept.failures))
-
-
-def _parse_quotas(texts: Sequence[str]) -> dict[str, int]:
-    """Parse each ``MODEL=SIZE`` into the model's bytes. Raises ConfigError."""
-    quotas: dict[str, int] = {}
-    for text in texts:
-        name, _, size = text.rpartition("=")  # a model's name may contain "="
-        if not name or name in quotas:
-            raise ConfigError(f"--quota {text!r}: expected MODEL=SIZE, each MODEL once")
-        quotas[name] = parse_size(size)
-    return quotas
+    show(_summary(plan, swept), as_json, _gc_lines(plan, swept), {} if swept is None else swept.failures)
 
 
 def _summary(plan: Plan, swept: Swept | None) -> dict[str, object]:
@@ -136,7 +117,6 @@ def _summary(plan: Plan, swept: Swept | None) -> dict[str, object]:
         "coarser": {each.segment.key.stem: each.num_levels for each in plan.coarser},
         "planned_bytes": plan.freed_bytes,
         "oldest_use_s": plan.oldest_use_s,
-        "unused_quotas": plan.unused_quotas,
         "deleted": swept,  # None in a dry run
     }
 

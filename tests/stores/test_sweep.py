@@ -14,16 +14,14 @@ import pytest
 from harness.engine import free_port
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.small_segments import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import StoredSegment, plan_sweep
@@ -142,75 +140,6 @@ async def test_a_directory_is_swept_by_use(tmp_path: Path) -> None:
     await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
     assert (await store.usage()).num_segments == 2
-    await store.close()
-
-
-@pytest.mark.parametrize("by_model", [True, False])
-async def test_a_quota_bounds_its_namespaces_only(tmp_path: Path, by_model: bool) -> None:
-    store = LocalStore(tmp_path)
-    for segment in SEGMENTS:  # used before all others
-        await put_segment(store, segment)
-    others = [make_segment(CHAIN, first, 16, model="llama-8b") for first in (0, 16, 32)]
-    for segment in others:
-        await put_segment(store, segment)
-    name = "llama" if by_model else head_slice("llama-8b").namespace.digest()[:8]
-    other = [segment.manifest.key for segment in others]
-
-    plan = await plan_sweep(store, None, {name: 2 * SIZE + SIZE // 2, "nothing": 1})
-    assert keys(plan.evicted) == other[:1]
-    assert plan.unused_quotas == ["nothing"]
-    plan = await plan_sweep(store, 4 * SIZE + SIZE // 2, {name: 2 * SIZE + SIZE // 2})
-    assert keys(plan.evicted) == [KEYS[0], other[0]]  # the capacity counts what the quota has freed
-    plan = await plan_sweep(store, None, {name: 100 * SIZE})
-    assert plan.evicted == []
-    await store.close()
-
-
-async def test_a_quota_is_kept_beside_the_server_of_a_directory(tmp_path: Path) -> None:
-    server, beside = LocalStore(tmp_path, capacity_bytes=100 * SIZE), LocalStore(tmp_path)
-    for segment in SEGMENTS:
-        await put_segment(server, segment)
-    assert parts(await server.lookup(FOLDER, CHAIN)) == [(0, 16)] * 3
-    await upkeep.sweep_segments(
-        beside, (await plan_sweep(beside, None, {"conf": 2 * SIZE + SIZE // 2})).doomed, grace_s=0
-    )
-    assert (await server.usage()).num_segments == 2
-    assert len((await server.lookup(FOLDER, CHAIN)).hits) < 3
-    await server.close()
-    await beside.close()
-
-
-async def test_pinned_segments_of_a_namespace_over_its_quota_go_last(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for segment in SEGMENTS:
-        await put_segment(store, segment)
-    await put_pin(store, Pin("oldest", 1, b"".join(CHAIN[:16])))
-    plan = await plan_sweep(store, None, {"conf": SIZE + SIZE // 2})
-    assert keys(plan.evicted) == KEYS[1:]
-    plan = await plan_sweep(store, None, {"conf": 1})
-    assert keys(plan.evicted) == [*KEYS[1:], KEYS[0]]
-    assert plan.num_pinned_evicted == 1
-    await store.close()
-
-
-async def test_a_namespace_without_a_readable_manifest_has_a_quota_by_digest(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    await put_segment(store, SEGMENTS[0])
-    (tmp_path / KEYS[0].manifest_name).write_bytes(b"damaged")
-    assert (await plan_sweep(store, None, {"conformance": 1})).unused_quotas == ["conformance"]
-    assert keys((await plan_sweep(store, None, {FOLDER: 1})).evicted) == [KEYS[0]]
-    await store.close()
-
-
-@pytest.mark.process
-async def test_a_manifest_that_is_too_large_does_not_hide_the_model(s3: S3Server) -> None:
-    store = S3Store(URL, config=s3.config)
-    sound, large = sorted(SEGMENTS[:2], key=lambda segment: segment.manifest.key.stem)
-    await put_segment(store, sound)
-    await put_segment(store, large)
-    await store.put(large.manifest.key.manifest_name, bytes(MAX_MANIFEST_BYTES + 1))  # the last used: it is read first
-    plan = await plan_sweep(store, None, {"conf": MAX_MANIFEST_BYTES + SIZE})
-    assert keys(plan.evicted) == [sound.manifest.key]
     await store.close()
 
 
