@@ -52,13 +52,13 @@ def _read(file: Path, kind: Any, expected: str) -> list[Any]:
         if not content.strip():
             raise ConfigError(f"{file} is empty")
         return [content]
-    prompts = [line.prompt for line in decode_lines(file, content, defstruct("Line", [("prompt", kind)]), expected)]
+    prompts = [line.prompt for line in _decode_lines(file, content, defstruct("Line", [("prompt", kind)]), expected)]
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
     return prompts
 
 
-def decode_lines(file: Path, content: str, kind: Any, expected: str) -> Iterator[Any]:
+def _decode_lines(file: Path, content: str, kind: Any, expected: str) -> Iterator[Any]:
     """Decode the lines of JSONL, but for blank ones. Raises ConfigError, which names the line and what is wrong."""
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():

@@ -85,7 +85,7 @@ class KVFetchStorage(Backend):
     fills = True
 
     def __init__(self, store_url: str, config: Mapping[str, Any]) -> None:
-        shown = {"quantiser": "exact", "codec": "hevc"} | config
+        shown = {"quantiser": "exact", "codec": "hevc", **config}
         settings = ", ".join(f"{key} {value}" for key, value in shown.items())
         self.description = f"this project's backend: {settings}, over {store_url}"
         config = {"prefetch_threshold": PREFETCH_THRESHOLD_TOKENS, "host_pool_gb": 1, **config}

@@ -31,12 +31,11 @@ from .container.segment import (
     CodedSegment as CodedSegment,
     EncodedSegment as EncodedSegment,
     SegmentSpec as SegmentSpec,
-    layouts_of as layouts_of,
 )
 from .container.sides import SideKey as SideKey, SidePlace as SidePlace
 from .cuda_streams import Device as Device, Fence as Fence, Stream as Stream, why_no_gpu as why_no_gpu
 from .fingerprint import fingerprint_model as fingerprint_model
-from .layout.frames import PLANES as PLANES, Layout as Layout, RegionLayout as RegionLayout, TileLayout as TileLayout
+from .layout.frames import PLANES as PLANES
 from .quant.base import (
     CellPlace as CellPlace,
     CellValues as CellValues,

@@ -368,7 +368,8 @@ def _fault(error: dict[str, Any]) -> str:
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else _known(known)
-            value = "" if _is_secret(key) or any(map(_is_secret, close)) else f" (= {error['input']!r})"
+            is_secret = any(map(_is_secret, (key, *close))) or difflib.get_close_matches(key, ["token"])
+            value = "" if is_secret else f" (= {error['input']!r})"
             return f"unknown key {key!r}{value}; {hint}"
         case "missing":
             return f"{key!r} is required: {fields[error['loc'][-1]].description}"

@@ -10,7 +10,6 @@ from .base import (
 )
 from .keyed import with_keys as with_keys
 from .notes import (
-    MAX_LABEL as MAX_LABEL,
     NOTE_KINDS as NOTE_KINDS,
     PINS as PINS,
     PROFILES as PROFILES,
@@ -22,7 +21,6 @@ from .notes import (
     list_profiles as list_profiles,
     profile_rows as profile_rows,
     publish_profile as publish_profile,
-    put_pin as put_pin,
     read_profile as read_profile,
 )
 from .open import (

@@ -21,6 +21,7 @@ from rich.table import Table
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.reasons import ADVICE
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
+from sgl_kvfetch.tools.prompts import FileOption
 from sgl_kvfetch.tools.sglang_server import (
     flush_cache,
     generate,
@@ -86,15 +87,8 @@ class BenchResult(Struct, frozen=True):
 
 def bench(
     server: Annotated[str, option("URL", "An SGLang server that writes to the store.", show_default=False)],
-    lengths: Annotated[str, option("TOKENS,...", "Lengths of prompts.")] = "1024,4096",
-    file: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Prompts or conversations instead: .json (ShareGPT) or .jsonl with 'prompt', 'messages' or "
-            "'conversations', or a text, which is one prompt.",
-        ),
-    ] = None,
+    lengths: Annotated[str, option("TOKENS,...", "Without --file: lengths of prompts of our own.")] = "1024,4096",
+    file: FileOption = None,
     prompts: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
     concurrency: Annotated[int, option("COUNT", "Requests at a time.", min=1)] = 1,
     flush: Annotated[
@@ -118,11 +112,10 @@ def bench(
     and empties nothing. Measure while nobody else sends requests: a busy server refuses to empty its caches.
 
     Without --file, prompts are cut from Python's language reference. The first prompt of each group is sent once more
-    before the others, and not counted. Each turn of a conversation is a prompt of its own, with all that was said
-    before it. Start the server with --enable-metrics: without them, bytes are missing, and prompts are written while
-    others are computed. If the server has a memory_cache, prompts come from there. What was written stays
-    in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the environment; --flush
-    needs the admin key, if there is one.
+    before the others, and not counted. Start the server with --enable-metrics: without them, bytes are missing, and
+    prompts are written while others are computed. If the server has a memory_cache, prompts come from there. What was
+    written stays in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the
+    environment; --flush needs the admin key, if there is one.
 
     The times of "fetched" are of prompts that came from the store. For the others, the command says why they did not.
     The exit code is 1 if nothing was fetched.
@@ -131,7 +124,7 @@ def bench(
 
         kvfetch bench --server http://127.0.0.1:30000 --lengths 1024,8192 --flush
 
-        kvfetch bench --server http://A:30000 --reader http://B:30000 --file conversations.json
+        kvfetch bench --server http://A:30000 --reader http://B:30000 --file prompts.jsonl
     """
     server = require_scheme(server).rstrip("/")
     reader = require_scheme(reader).rstrip("/") if reader is not None else server

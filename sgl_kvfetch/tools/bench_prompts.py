@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-
-from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
-from sgl_kvfetch.prompts import Prompt, Tokens, decode_lines
-from sgl_kvfetch.user_files import read_text
-
-_EXPECTED = "an object with 'prompt' (a text or a list of tokens), or with 'messages' or 'conversations'"
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.prompts import Tokens, read_prompts
 
 
 @dataclass(frozen=True)
@@ -23,29 +17,6 @@ class Group:
 
     name: str
     prompts: list[Tokens]
-
-
-class _Message(Struct):
-    """A message as OpenAI's clients write it (``role``, ``content``), or as ShareGPT has it (``from``, ``value``)."""
-
-    role: str = ""
-    content: str = ""
-    sender: str = msgspec.field(name="from", default="")
-    value: str = ""
-
-    @property
-    def is_answer(self) -> bool:
-        return (self.role or self.sender) in ("assistant", "gpt", "chatgpt", "bing", "bard", "model")
-
-    @property
-    def text(self) -> str:
-        return self.content or self.value
-
-
-class _Line(Struct):
-    prompt: Prompt | None = None
-    messages: list[_Message] | None = None
-    conversations: list[_Message] | None = None
 
 
 def library_text() -> str:
@@ -82,16 +53,11 @@ async def make_groups(
         if max(lengths) > longest:
             raise ConfigError(f"--lengths: {max(lengths)} tokens are too long: the server takes up to {longest}")
         return cut_prompts(await tokenise(library_text()), lengths, count), 0
-    groups, num_skipped = [], 0
-    for name, prompts in read_conversations(file, count):
-        tokens = [p if isinstance(p, list) else await tokenise(p) for p in prompts]
-        fitting = [prompt for prompt in tokens if 0 < len(prompt) <= longest]
-        num_skipped += len(tokens) - len(fitting)
-        if fitting:
-            groups.append(Group(name, fitting))
-    if not groups:
+    prompts = [p if isinstance(p, list) else await tokenise(p) for p in read_prompts(file)[:count]]
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= longest]
+    if not fitting:
         raise ConfigError(f"{file}: all prompts are longer than the {longest} tokens that the server takes")
-    return groups, num_skipped
+    return [Group("prompts", fitting)], len(prompts) - len(fitting)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -99,46 +65,3 @@ def parse_lengths(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in text.split(",")):
         raise ConfigError(f"--lengths {text!r}: expected numbers of tokens, such as 1024,4096")
     return [int(part) for part in text.split(",")]
-
-
-def read_conversations(file: Path, count: int) -> list[tuple[str, list[Prompt]]]:
-    """Read at most ``count`` prompts or conversations. Return names of groups, with the prompts of each.
-
-    ``.json`` is a list of objects, ``.jsonl`` has one a line; any other file is one prompt. Each turn of a conversation
-    is a prompt, with all that was said before it, and a group has the prompts of equal turns. Raises ConfigError.
-    """
-    groups: dict[str, list[Prompt]] = {}
-    for line in _lines(file)[:count]:
-        messages = line.messages or line.conversations
-        if line.prompt is not None:
-            groups.setdefault("prompts", []).append(line.prompt)
-        for turn, prompt in enumerate(_turns(messages or ()), 1):
-            groups.setdefault(f"turn {turn}", []).append(prompt)
-    if not groups:
-        raise ConfigError(f"{file} has no prompts: expected {_EXPECTED}")
-    return list(groups.items())
-
-
-def _lines(file: Path) -> list[_Line]:
-    content = read_text(file, "the file")
-    if file.suffix not in (".json", ".jsonl"):
-        return [_Line(prompt=content)] if content.strip() else []
-    if file.suffix == ".json":
-        try:
-            return msgspec.json.decode(content, type=list[_Line])
-        except DECODE_ERRORS as e:
-            raise ConfigError(f"{file}: expected a list, each of it {_EXPECTED}: {e}") from e
-    return list(decode_lines(file, content, _Line, _EXPECTED))
-
-
-def _turns(messages: Sequence[_Message]) -> Iterator[str]:
-    """Yield what the model was asked at each of its answers: all messages before, without a chat template."""
-    said: list[str] = []
-    is_asked = False
-    for message in messages:
-        if message.is_answer and is_asked:
-            yield "\n".join(said)
-        is_asked = not message.is_answer
-        said.append(message.text)
-    if is_asked:
-        yield "\n".join(said)

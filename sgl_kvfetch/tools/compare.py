@@ -19,6 +19,7 @@ from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools.bench_prompts import longest_prompt, make_groups, parse_lengths
+from sgl_kvfetch.tools.prompts import FileOption
 from sgl_kvfetch.tools.sglang_server import (
     flush_cache,
     generate,
@@ -77,14 +78,7 @@ class Comparison(Struct, frozen=True):
 
 def compare(
     server: Annotated[str, option("URL", "The server, with its caches as they are.", show_default=False)],
-    file: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Prompts that its users send: .json (ShareGPT) or .jsonl with 'prompt', 'messages' or 'conversations', or "
-            "a text, which is one prompt.",
-        ),
-    ] = None,
+    file: FileOption = None,
     lengths: Annotated[str, option("TOKENS,...", "Without --file: lengths of prompts of our own.")] = "512,2048",
     prompts: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
     most_kl: Annotated[

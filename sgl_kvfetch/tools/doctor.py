@@ -248,8 +248,7 @@ def check_codecs() -> list[Check]:
 def check_audits(store: str | None = None) -> list[Check]:
     """Say whether what is stored, in this store or in any, fits the prompts that servers of this machine serve, and
     what they do not use, since audits found it wrong."""
-    from sgl_kvfetch.plane import audit_records
-    from sgl_kvfetch.plane.audit import AuditRecord
+    from sgl_kvfetch.plane.audit import AuditRecord, audit_records
 
     kept = audit_records()
     if store is not None:

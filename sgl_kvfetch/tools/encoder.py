@@ -28,13 +28,11 @@ from sgl_kvfetch.codec import (
     NO_KEYS,
     CodedChunk,
     CodedSegment,
-    Layout,
     Manifest,
     Quantiser,
     SegmentReader,
     StoreKeys,
     Variant,
-    layouts_of,
     open_manifest,
     quantiser_from_identity,
     require_rewritable,
@@ -43,8 +41,8 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.codec.bitstream.registry import can_decode, decode_cost, resolution_for
 from sgl_kvfetch.codec.container.manifest import MAX_VARIANTS
-from sgl_kvfetch.codec.container.segment import encode_cell, make_variant
-from sgl_kvfetch.codec.layout.frames import RESOLUTIONS
+from sgl_kvfetch.codec.container.segment import encode_cell, layouts_of, make_variant
+from sgl_kvfetch.codec.layout.frames import RESOLUTIONS, Layout
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side

@@ -13,8 +13,8 @@ from msgspec import Struct
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, put_pin
-from sgl_kvfetch.stores.notes import MAX_PIN_PAGES, get_pin
+from sgl_kvfetch.stores import PINS, AdminStore, Pin
+from sgl_kvfetch.stores.notes import MAX_LABEL, MAX_PIN_PAGES, get_pin, put_pin
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, say, show

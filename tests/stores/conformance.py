@@ -18,8 +18,8 @@ from harness.small_segments import (
     put_segment,
 )
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import NOTE_KINDS, PINS, AdminStore, Lookup, Pin, Store, object_digest, put_pin
-from sgl_kvfetch.stores.notes import get_pin
+from sgl_kvfetch.stores import NOTE_KINDS, PINS, AdminStore, Lookup, Pin, Store, object_digest
+from sgl_kvfetch.stores.notes import get_pin, put_pin
 
 BAD_NAMES = (
     "",

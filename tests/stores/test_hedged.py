@@ -22,9 +22,17 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCall, HedgeResult, HedgeWatch, Usual
+from sgl_kvfetch.stores.hedged import (
+    MAX_HEDGES,
+    Attempt,
+    HedgeBudget,
+    HedgedCall,
+    HedgedStore,
+    HedgeResult,
+    HedgeWatch,
+    Usual,
+)
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
 
@@ -197,10 +205,11 @@ class Client:
 
     def __init__(self, url: str, max_hedges: int = MAX_HEDGES) -> None:
         self.hedges: Counter[tuple[str, str]] = Counter()
-        self.store = open_hedged(
-            url,
-            options=HttpOptions(timeout_s=DEADLINE_S, backoff_s=0.01, max_connections=8),
-            max_hedges=max_hedges,
+        options = HttpOptions(timeout_s=DEADLINE_S, backoff_s=0.01, max_connections=16)
+        self.store = HedgedStore(
+            HttpStore(url, options=options),
+            8,
+            max_hedges,
             on_hedge=lambda kind, result: self.hedges.update([(kind, result)]),
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,44 +11,27 @@ from harness.small_segments import NAMESPACE
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.status import Decided
 from sgl_kvfetch.tools.bench import BenchResult, GroupResult, _Answer, _bench, _group_result, _Metrics, _report, _Sent
-from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, read_conversations
+from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, make_groups
 from sgl_kvfetch.tools.sglang_server import open_server
 from sgl_kvfetch.tools.terminal import show
 from sgl_kvfetch.tools.why import Asked
 from tests.tools.test_why import status_of, told_by_a_server
 
-SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
-TURNS = [("turn 1", "Be brief.\nOne?"), ("turn 2", "Be brief.\nOne?\n1\nTwo?")]
+
+async def tokenise(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
 
 
-def test_each_turn_of_a_conversation_is_a_prompt(tmp_path: Path) -> None:
-    openai = {"messages": [{"role": role, "content": text} for role, text in SAID]}
-    sharegpt = {"id": "x", "conversations": [{"from": role, "value": text} for role, text in SAID[:-1]]}
-    lines, listed = tmp_path / "log.jsonl", tmp_path / "sharegpt.json"
-    lines.write_text(
-        f"{json.dumps(openai)}\n\n{json.dumps({'prompt': [1, 2]})}\n{json.dumps({'prompt': 'left out'})}\n"
-    )
-    assert read_conversations(lines, 2) == [*((name, [text]) for name, text in TURNS), ("prompts", [[1, 2]])]
-    listed.write_text(json.dumps([sharegpt, sharegpt]))
-    assert read_conversations(listed, 9) == [(name, [text, text]) for name, text in TURNS]
-    text = tmp_path / "prompt.txt"
-    text.write_text("all of it\n")
-    assert read_conversations(text, 9) == [("prompts", ["all of it\n"])]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("x.jsonl", '{"prompt": "a"}\n{"prompt": 1}\n', "x.jsonl:2: expected an object with 'prompt'"),
-        ("x.json", '{"conversations": []}', "x.json: expected a list"),
-        ("x.json", '[{"conversations": []}]', "has no prompts"),
-        ("x.txt", " \n", "has no prompts"),
-    ],
-)
-def test_a_file_without_prompts(name: str, content: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=said):
-        read_conversations(tmp_path / name, 9)
+async def test_prompts_of_a_file_are_one_group_without_those_that_are_too_long(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": [1, 2]}\n\n{"prompt": "a bc def"}\n{"prompt": "one two three four"}\n{"prompt": "x"}\n')
+    groups, num_skipped = await make_groups(file, [], 3, 3, tokenise)
+    assert [(group.name, group.prompts) for group in groups] == [("prompts", [[1, 2], [1, 2, 3]])]
+    assert num_skipped == 1
+    with pytest.raises(ConfigError, match="all prompts are longer than the 1 tokens that the server takes"):
+        await make_groups(file, [], 3, 1, tokenise)
+    with pytest.raises(ConfigError, match="--lengths: 9 tokens are too long"):
+        await make_groups(None, [9], 3, 8, tokenise)
 
 
 def test_prompts_of_a_length_follow_one_another_in_the_text() -> None:
@@ -142,4 +124,4 @@ async def test_a_reader_with_another_namespace_is_refused() -> None:
             r"--reader would find nothing that --server stores: kv_dtype is 'float8_e4m3fn' and 'bfloat16'; start all"
         )
         with pytest.raises(ConfigError, match=what):
-            await _bench(server, reader, [1], None, 1, 1, 0.0)
+            await _bench(server, reader, [1], None, 1, 1)

@@ -96,7 +96,7 @@ def test_the_store_comes_first_and_rows_come_at_once(tmp_path: Path, monkeypatch
     result = kvfetch("doctor", tmp_path.as_uri())
     assert result.exit_code == 0
     names = [row.name for row in printed]  # those that were printed before the last check began
-    assert names[:5] == ["store writable", "store reachable", "store authorised", "store lookup", "models in the store"]
+    assert names[:4] == ["store writable", "store reachable", "store authorised", "store lookup"]
     assert "SGLang" in names
     assert result.stderr.startswith(f"checking {tmp_path.as_uri()} ...")
 
@@ -111,7 +111,7 @@ def test_a_machine_without_sglang_checks_the_store_alone(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["store"] * 4 + ["models", "the"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["store"] * 4 + ["the"]
     assert done.stdout.endswith("the store can be used from here\n")
 
 
