@@ -30,7 +30,7 @@ _BINS = re.compile(r"cachegen\(k=([0-9,]+);v=([0-9,]+)\)")
 
 class Labels(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the writer of a segment calls its model, its quantiser, the flags that its namespace has a digest of, and
-    its own machine; empty if it gave no name, or, of the machine, if segments of several were merged."""
+    its own machine; empty if it gave no name."""
 
     model: _Label = ""
     quantiser: _Label = ""

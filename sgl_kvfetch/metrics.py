@@ -39,7 +39,7 @@ FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages requested from fetch
 READ_CELLS = Counter(
     "sgl_kvfetch_read_cells", "Cells restored, by how many times their step was tripled", ["coarseness"]
 )
-WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
+WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, lookup (manifests), write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
@@ -120,7 +120,6 @@ ENDS = "landed", "partly", "failed", "recomputed", "missed", "flushed", "aborted
 PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for their fetch", multiprocess_mode="livesum")
 
 _RESULTS = {"result": ("hit", "miss")}
-_DIRECTIONS = {"direction": ("read", "write")}
 # Values of labels that are known beforehand: their samples are 0 from the start on, since `increase` and `rate` do not
 # see the first event of a sample that begins with it.
 _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
@@ -128,8 +127,8 @@ _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
     FETCHED_PAGES: _RESULTS,
     MISSES: {"stage": ("lookup", "fetch", "load", "write"), "reason": COUNTED},
     READ_CELLS: {"coarseness": map(str, range(4))},
-    WIRE_BYTES: _DIRECTIONS,
-    RAW_BYTES: _DIRECTIONS,
+    WIRE_BYTES: {"direction": ("read", "lookup", "write")},
+    RAW_BYTES: {"direction": ("read", "write")},
     INDEX_FAILURES: {"reason": get_args(StoreErrorReason)},
     AUDITS: {"result": ("sound", "beyond", "failed")},
     AUDIT_TYPICAL: {"tokens": (*(f"to {most}" for most in LENGTHS), "more")},

@@ -71,8 +71,8 @@ RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger p
 SPAN_TOKENS = 1024  # partial reads are rounded up to it
 MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _QUEUED_SEGMENTS = 4  # so many segments fit into the write queue at least, unless one has a single span
-_LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
-_RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
+_LINGER_S = 0.05  # how long pages wait for the next ones before a segment is cut
+_RETIRE_S = 60.0  # minimum time to keep segments that were written again, for readers that found them
 READ_SIZE = ReadSize(4 << 20)
 # What an engine's GPU decodes is only verified here: no piece of a span is of use before the others, and fewer requests
 # take less.
@@ -200,8 +200,7 @@ def writer_spec(
 
 def _longest_segment(spec: SegmentSpec, queue_bytes: int) -> int:
     """Return how many pages a segment may have. Those of lossless values are as large as their pages: several must fit
-    into the queue, so that some are sent while others are encoded. One that does not fit would be cut to what there is,
-    and merged later, which sends it twice."""
+    into the queue, so that some are sent while others are encoded."""
     most = _power_of_two_pages(MAX_SEGMENT_TOKENS, spec.heads.namespace.page_size)
     if spec.quantiser.is_lossless:
         fitting = max(1, queue_bytes // _QUEUED_SEGMENTS // spec.heads.geometry.page_bytes)

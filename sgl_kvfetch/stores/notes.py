@@ -2,7 +2,7 @@
 listed with segments. A store keeps their bytes under names (`NoteKind`).
 
 **Pins** are prompts whose segments are evicted last. A pin has the hashes of a prompt's pages. It holds for every
-segment with one of these pages: of any namespace and rank, stored before or after it, merged or not.
+segment with one of these pages: of any namespace and rank, stored before or after it.
 
 **Profiles** say what ``klt`` knows of a model; they are found by the fingerprint of its weights. A store holds profiles
 under the names ``WEIGHTS/DIGEST``: the fingerprint of the weights and the profile's own digest. Of several profiles of

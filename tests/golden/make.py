@@ -251,7 +251,7 @@ def write(case: Case) -> None:
     manifest: Manifest = coded.manifest
     case.path("kvm").write_bytes(manifest.encode())
     for variant in range(len(manifest.variants)):
-        case.path(f"{variant}.kvd").write_bytes(coded.variant_data(variant))
+        case.path(f"{variant}.kvd").write_bytes(coded.contents[variant])
     if case.quantiser in PROFILES:  # sums of products, which every machine rounds differently
         assert case.profile is not None
         bits = read_values(manifest.encode(), coded.data, 0, case.profile.read_bytes())

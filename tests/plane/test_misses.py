@@ -61,11 +61,11 @@ def killed(stage: str) -> None:
 
 
 def test_a_killed_store_is_told_once_and_so_is_its_return(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Lookups, fetches, writes, merges and skipped lookups have one cause."""
+    """Lookups, fetches, writes and skipped lookups have one cause."""
     for stage in ("lookup", "fetch", "write", "lookup"):
         killed(stage)
         clock.now_s += 1
-    log_failure("write", StoreError("refused", "no connection"), "neighbouring segments are not merged")
+    log_failure("write", StoreError("refused", "no connection"), "pages are not stored")
     count_miss("lookup", StoreError("skipped", "lookups are paused"))
     [(level, message)] = told(caplog)
     assert level == "WARNING"

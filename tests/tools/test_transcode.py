@@ -39,8 +39,8 @@ def decoded_equal(a: CodedSegment, i: int, b: CodedSegment, j: int) -> bool:
         torch.equal(one, other)
         for cell in a.manifest.cells()
         for one, other in zip(
-            x.decode_cell(cell, x.chunks_in(cell, [a.variant_data(i)])),
-            y.decode_cell(cell, y.chunks_in(cell, [b.variant_data(j)])),
+            x.decode_cell(cell, x.chunks_in(cell, [a.contents[i]])),
+            y.decode_cell(cell, y.chunks_in(cell, [b.contents[j]])),
             strict=True,
         )
     )
@@ -119,7 +119,7 @@ def test_identical_variants_share_an_object() -> None:
     assert len(made.manifest.variants) == 2
     ((name, data),) = made.data_objects()
     assert made.manifest.data_names == {name}
-    assert made.variant_data(0) == made.variant_data(1) == data
+    assert made.contents[0] == made.contents[1] == data
 
 
 def test_layout_of_the_same_resolution_is_kept() -> None:

@@ -28,7 +28,6 @@ rANS: Duda, "Asymmetric numeral systems" (arXiv 1311.2540); lanes: Giesen, "Inte
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -189,11 +188,6 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
     if (slots.sum(1) != SLOTS).any() or not slots[:, ESCAPE].all():
         raise CorruptError(f"ans-tables bitstream has distributions that do not add up to {SLOTS}, or without escapes")
     return slots, view[_HEADER.size + size :]
-
-
-def joined(pieces: Sequence[bytes | memoryview]) -> bytes:
-    """Return bytes one after another. Unlike ``b"".join``, it releases the GIL, and many bytes are in huge pages."""
-    return _ans.join(pieces)
 
 
 def entropy_bits(data: bytes | memoryview) -> float:

@@ -1,11 +1,10 @@
-"""Turn segments into what a store gets to see, and back: encrypted.
+"""Turn segments into what a store gets to see, encrypted, and manifests back.
 
-Both transform a list of data objects with their contents, in the order of `Manifest.data`. They do not depend on an
-object's kind, but only on its rows (`objects.DataObject`) and its place (`_places`). Each object is encrypted under a
-key of its own, derived from its place, so it decrypts nowhere else. Its place has what the rest of the manifest says
-about values: pages, cells, layouts, how fine they are, when they expire. So who changes that makes the objects
-useless. Objects are encrypted before they are digested, so that a store can verify the digests of objects that it
-cannot read.
+How an object is encrypted does not depend on its kind, but only on its rows (`objects.DataObject`) and its place
+(`_places`). Each object is encrypted under a key of its own, derived from its place, so it decrypts nowhere else. Its
+place has what the rest of the manifest says about values: pages, cells, layouts, how fine they are, when they expire.
+So who changes that makes the objects useless. Objects are encrypted before they are digested, so that a store can
+verify the digests of objects that it cannot read.
 
 An opened manifest (`open_manifest`) has what encryption hides. It is for readers, and is never stored.
 """
@@ -28,7 +27,7 @@ from sgl_kvfetch.codec.container.encryption import (
 )
 from sgl_kvfetch.codec.container.manifest import Manifest, check_data
 from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table
-from sgl_kvfetch.errors import DECODE_ERRORS, CorruptError, FormatError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError
 
 if TYPE_CHECKING:  # importing it loads torch
     from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -78,21 +77,6 @@ def open_manifest(manifest: Manifest, keys: StoreKeys) -> Manifest:
     return whole
 
 
-def plain_segment(segment: CodedSegment, keys: StoreKeys) -> CodedSegment:
-    """Return a stored segment without encryption. Raises EncryptedError, CorruptError and FormatError."""
-    m = open_manifest(segment.manifest, keys)
-    if not m.is_encrypted:
-        return segment
-    plain = []
-    for rows, data in zip(m.data, segment.contents, strict=True):
-        what = m.data_name(rows)
-        if len(data) != rows.size_bytes:
-            raise CorruptError(f"{what} has {len(data)} bytes, expected {rows.size_bytes}")
-        plain.append(_plain(rows, data, m.ciphers[rows.data_digest], what))
-    manifest = msgspec.structs.replace(m.with_data(rows for rows, _ in plain), ciphers={})
-    return segment.of(manifest, [data for _, data in plain])
-
-
 def _secured(rows: Rows, place: bytes, data: bytes, keys: StoreKeys) -> tuple[Rows, bytes]:
     return _encrypted(rows, place, data, keys) if keys and rows.encryption is None else (rows, data)
 
@@ -124,19 +108,6 @@ def _opened(rows: Rows, cipher: DataCipher, packed: bytes, what: str) -> Rows:
         for row, (codec, checksum) in zip(rows.chunks, table, strict=True)
     ]
     return rows.with_chunks(chunks)
-
-
-def _plain(rows: Rows, data: bytes, cipher: DataCipher, what: str) -> tuple[Rows, bytes]:
-    pieces = [cipher.decrypt(number, piece, what) for number, piece in enumerate(rows.pieces(data))]
-    checksum = xxhash.xxh3_128_digest
-    chunks = [
-        Chunk(row.codec, len(piece), checksum(piece), row.decoded_checksum)
-        for row, piece in zip(rows.chunks, pieces, strict=True)
-    ]
-    data = b"".join(pieces)
-    digest = xxhash.xxh3_128_hexdigest(data)
-    changed = msgspec.structs.replace(rows, data_digest=digest, encryption=None)
-    return changed.with_chunks(chunks), data
 
 
 def _with_rows_of(rows: Rows, secured: DataObject) -> Rows:

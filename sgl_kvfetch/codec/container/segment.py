@@ -54,7 +54,7 @@ _SAMPLED, _SAMPLED_EVERY, _LEAST_BLOCKS = 4096, 8, 16
 class SegmentSpec:
     """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the rank's; None for
     all. A quantiser's own choice overrides it. ``encrypts``: whether the store encrypts. ``num_levels``: of
-    coefficients; 1 for all at once. ``num_dropped``: how many of the last levels are not stored."""
+    coefficients; 1 for all at once."""
 
     heads: HeadSlice
     quantiser: Quantiser
@@ -64,11 +64,9 @@ class SegmentSpec:
     cell_heads: int | None = None
     encrypts: bool = False
     num_levels: int = 1
-    num_dropped: int = 0
 
     def __post_init__(self) -> None:
         get_codec(self.codec)
-        assert 0 <= self.num_dropped < self.num_levels
         assert self.heads.namespace.quantiser == self.quantiser.identity
         assert self.num_levels == 1 or self.codec == AnsCodec.name
 
@@ -170,14 +168,6 @@ class CodedSegment:
     @property
     def data_name(self) -> str:
         return self.manifest.data_name(self.manifest.variants[0])
-
-    def variant_data(self, variant: int) -> bytes:
-        return (self.data, *self.more_data)[variant]
-
-    def levels_of(self, variant: int) -> tuple[bytes, ...]:
-        """Return the contents of a variant's levels."""
-        first = sum(len(each.levels) for each in self.manifest.variants[:variant])
-        return self.level_data[first : first + len(self.manifest.variants[variant].levels)]
 
     def data_objects(self) -> Iterator[tuple[str, bytes]]:
         """Yield names and contents. Variants with identical data share an object."""
@@ -288,9 +278,8 @@ def encode_cells(
     for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
         contents.append(Pieces(chunk.bitstream for chunk in level))
         rows.append(Level(contents[-1].hexdigest(), tuple(chunk.row for chunk in level)))
-    kept = spec.num_levels - 1 - spec.num_dropped
-    variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
-    return EncodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), (data, *contents[:kept]))
+    variant = msgspec.structs.replace(variant, levels=tuple(rows))
+    return EncodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), (data, *contents))
 
 
 def _coded_cells(

@@ -345,6 +345,7 @@ class PageFinder:
         async with self._asking:
             lookup = await self._store.lookup(heads.folder, hashes)
             metrics.note_success("lookup")
+            metrics.WIRE_BYTES.labels("lookup").inc(sum(len(hit.manifest) for hit in lookup.hits))
             metrics.STORE_DOWN.set(self.is_paused)
             async with self._decoding:
                 return await self._sources(heads, lookup.hits, hashes)
@@ -362,7 +363,7 @@ class PageFinder:
     ) -> None:
         """Update the memory and the breakers from a fetch. ``missing``: pages that are not there. ``is_of_sides``:
         whether they are side pages."""
-        # They may be merged, evicted or corrupt: ask the store again.
+        # They may be evicted or corrupt: ask the store again.
         for page_hash in missing:
             self._known.pop(page_hash, None)
         breaker = self._side_fetches if is_of_sides else self._fetches

@@ -12,9 +12,7 @@ their segment. So a slow store fills the queue, and pages wait in the pool.
 * A segment is encoded only if the store lacks it; and the store is asked right before, as another server may write the
   same prompt. Two that do so at once put equal values, which is harmless.
 * Data is put before the manifest. A manifest without its data would be found, and be a miss each time.
-* Buddies in the store are merged into segments of twice the length, so that segments grow with their prefix: a long
-  prompt is looked up and read in few pieces. A merge changes no integer. Its halves stay for a while, since readers may
-  have found them. If anything goes wrong, the halves are as good as before.
+* Segments that are shorter than a span are written again once, when they make up a whole one (`tails`).
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ import msgspec
 
 from sgl_kvfetch import blocks, metrics
 from sgl_kvfetch.codec import (
-    MAX_MANIFEST_BYTES,
     CodedSegment,
     EncodedSegment,
     Manifest,
@@ -45,9 +42,9 @@ from sgl_kvfetch.codec import (
     require_rewritable,
     secure_segment,
 )
+from sgl_kvfetch.codec.container.join import join_segments
 from sgl_kvfetch.codec.container.manifest import MAX_SIDES
-from sgl_kvfetch.codec.container.merge import merge_segments
-from sgl_kvfetch.codec.container.protect import plain_segment, secure_side
+from sgl_kvfetch.codec.container.protect import secure_side
 from sgl_kvfetch.codec.container.segment import encode_pages, encode_span
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
@@ -55,6 +52,7 @@ from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import miss
 from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch, SpanPages
+from sgl_kvfetch.plane.write.tails import Tails
 from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import SegmentHit, Store, object_digest
@@ -69,8 +67,8 @@ Segment = CodedSegment | EncodedSegment
 # for the store, and are sent side by side.
 _CONCURRENT_SEGMENTS = 4
 _ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
-_MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
 _REFUSALS = ("invalid", "too_large")  # the store would not take the same segment another time either
+_TAILS_SHARE = 0.25  # of as many bytes as the queue has, for short segments
 _REST_S = 30.0  # after which memory for the next segments is not kept
 _TIMER_SLACK_S = 0.01  # a timer may fire a little early
 
@@ -91,9 +89,10 @@ class Writer:
         ttl_s: float | None = None,
         refines: bool = False,
     ) -> None:
-        """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``. ``ttl_s``: how long segments
-        live from their commit on; by default for ever. ``refines``: write segments again that have become coarser. Not
-        for a server that reads coarse values: it would write those as if it had computed them."""
+        """Call on the event loop that the writer should use. ``ttl_s``: how long segments live from their commit on; by
+        default for ever. ``refines``: write segments again that have become coarser. Not for a server that reads coarse
+        values: it would write those as if it had computed them. Segments that were written again are deleted after
+        ``retire_s``, when no reader should still use them."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
@@ -117,8 +116,9 @@ class Writer:
         self._num_in_work = 0
         self._turns = asyncio.Condition()
         self._tasks = Tasks()
-        self._merging = asyncio.Lock()
-        self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
+        self._retire_s = retire_s
+        self._retiring = Tasks()
+        self._tails = Tails(spec.span_pages, int(_TAILS_SHARE * queue_bytes))
 
     @property
     def quantiser(self) -> Quantiser:
@@ -147,8 +147,8 @@ class Writer:
         self._start(self._gatherer.due(time.monotonic()))
 
     def _start(self, segments: Sequence[PageBatch]) -> None:
-        if segments:
-            self._tasks.begin(self._write_all(segments))
+        for segment in segments:
+            self._tasks.begin(self._write(segment))
 
     def _begin_spans(self, spans: Sequence[SpanPages]) -> None:
         for span in spans:
@@ -179,29 +179,16 @@ class Writer:
         if not self._used_bytes and self._loop.time() >= self._written_s + _REST_S:
             blocks.drop_kept()
 
-    async def _write_all(self, segments: Sequence[PageBatch]) -> None:
-        """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
-        needs."""
-        manifests = await asyncio.gather(*map(self._write, segments))
-        async with self._merging:
-            for manifest in manifests:
-                if manifest is None:
-                    continue
-                try:
-                    await self._merger.grow(manifest, self._run)
-                except KVFetchError as e:
-                    metrics.log_failure("write", e, "neighbouring segments are not merged")
-
-    async def _write(self, segment: PageBatch) -> Manifest | None:
-        """Write one segment. Return its manifest, or None if nothing was committed."""
+    async def _write(self, segment: PageBatch) -> None:
+        """Write one segment, unless the store has it."""
         num_pages = len(segment.page_hashes)
-        result, manifest, is_lost = "dropped_error", None, False
+        result, coded, is_lost = "dropped_error", None, False
         try:
             async with self._turn(segment):
                 await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
-                manifest = await self._encode_and_commit(segment)
-            result = "stored" if manifest else "known"
-            if manifest:
+                coded = await self._encode_and_commit(segment)
+            result = "stored" if coded else "known"
+            if coded:
                 metrics.note_success("write")
         except QuantiseError as e:
             result = "dropped_invalid"
@@ -219,7 +206,8 @@ class Writer:
             self._written_s = self._loop.time()
             self._loop.call_later(_REST_S + _TIMER_SLACK_S, self._rest)
             self.on_settled(num_pages, is_lost)
-        return manifest
+        if coded is not None and num_pages < self._spec.span_pages:
+            await self._join(self._tails.add(coded.joined()))
 
     @asynccontextmanager
     async def _turn(self, segment: PageBatch) -> AsyncIterator[None]:
@@ -243,8 +231,8 @@ class Writer:
     def _run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         return self._loop.run_in_executor(self._segment_pool, compute)
 
-    async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
-        """Return the committed manifest, or None if the store has these pages already."""
+    async def _encode_and_commit(self, segment: PageBatch) -> EncodedSegment | None:
+        """Return what was stored, before encryption; None if the store has these pages already."""
         coarse: list[Manifest] = []
         for _ in range(_ADD_ATTEMPTS):
             found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
@@ -260,7 +248,7 @@ class Writer:
             _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")
             return None
         started_s = time.monotonic()
-        coded = await self._run(partial(self._encode, segment))
+        coded = self._expiring(await self._run(partial(self._encode, segment)))
         encoded_s = time.monotonic()
         coded_bytes = sum(map(len, coded.contents))
         self._count(coded_bytes, coded_bytes)
@@ -268,25 +256,49 @@ class Writer:
         segment.pieces.clear()  # the engine has their memory back while the chunks are sent
         segment.sides.clear()
         try:
-            return await self._commit(coded, coarse, encoded_s - started_s)
+            await self._commit(coded, coarse, encoded_s - started_s)
         finally:
             self._count(-coded_bytes, -coded_bytes)
+        return coded
 
-    async def _commit(self, coded: EncodedSegment, coarse: Sequence[Manifest], encode_s: float) -> Manifest:
+    def _expiring(self, coded: EncodedSegment) -> EncodedSegment:
+        if self._ttl_s is None:
+            return coded
+        expires = math.ceil(time.time() + self._ttl_s)
+        return replace(coded, manifest=msgspec.structs.replace(coded.manifest, expires=expires))
+
+    async def _join(self, pieces: Sequence[CodedSegment]) -> None:
+        """Write the segments of a span again as one, if there are any. If that fails, they are as good as before."""
+        if not pieces or self.is_off:
+            return
         started_s = time.monotonic()
-        if self._ttl_s is not None:
-            manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
-            coded = replace(coded, manifest=manifest)
+        try:
+            whole = await self._run(partial(join_segments, self._spec, pieces, self._encode_pool))
+            await self._commit(whole, [each.manifest for each in pieces], time.monotonic() - started_s)
+        except KVFetchError as e:
+            metrics.log_failure("write", e, "the segments of a span are not joined")
+
+    async def _commit(self, coded: EncodedSegment, replaced: Iterable[Manifest], encode_s: float) -> None:
+        started_s = time.monotonic()
         stored, num_bytes = await commit_segment(self._store, coded)
         self.on_committed(stored)
         manifest = stored.manifest
-        self._merger.retire((each for each in coarse if each.key != manifest.key), manifest.key)
+        for each in replaced:
+            if each.key != manifest.key:
+                self._retiring.begin(self._delete_later(each, manifest.key))
         metrics.STAGE_SECONDS.labels("encode").observe(encode_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - started_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
         side_bytes = sum(page.num_bytes for side in manifest.sides for page in side.pages)
         metrics.RAW_BYTES.labels("write").inc(manifest.num_pages * self._spec.heads.geometry.page_bytes + side_bytes)
-        return manifest
+
+    async def _delete_later(self, replaced: Manifest, whole: SegmentKey) -> None:
+        """Delete a segment that ``whole`` replaces. If that fails, it stays until the store evicts it, which is
+        harmless."""
+        await asyncio.sleep(self._retire_s)
+        with contextlib.suppress(KVFetchError):
+            if await self._store.get(whole.manifest_name) is not None:  # it may have been damaged, or evicted
+                await delete_segment(self._store, replaced)
 
     async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:
         """Add side pages to the stored segments that lack them. Return False if another writer was faster.
@@ -317,6 +329,7 @@ class Writer:
             await self._store.put(whole.data_name(side), data)
             if not await self._store.replace(manifest.key.manifest_name, content, object_digest(hit.manifest)):
                 return False
+            self._tails.forget(manifest.key)
         return True
 
     def _encode(self, segment: PageBatch) -> EncodedSegment:
@@ -340,97 +353,8 @@ class Writer:
     async def close(self) -> None:
         """Drop unfinished segments. Call ``drain`` first to write them."""
         await self._tasks.cancel()
-        await self._merger.close()
-        self._segment_pool.shutdown(wait=False, cancel_futures=True)
-
-
-Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
-
-
-class Merger:
-    """Merges a newly committed segment with its left buddy, and repeats this while there is one.
-
-    The halves are deleted ``retire_s`` after the merged segment is committed, when no reader should still use them.
-    """
-
-    def __init__(
-        self, store: Store, spec: SegmentSpec, *, max_segment_pages: int, retire_s: float, executor: Executor
-    ) -> None:
-        """``executor`` encodes cells again where needed. It must not be the executor behind ``grow``'s ``run``."""
-        self._store = store
-        self._spec = spec
-        self._max_pages = max_segment_pages
-        self._retire_s = retire_s
-        self._executor = executor
-        self._retiring = Tasks()
-        self._deleting = asyncio.Lock()
-
-    async def grow(self, manifest: Manifest, run: Run) -> None:
-        """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
-
-        ``run`` computes off the event loop. Raises KVFetchError; earlier merges stay.
-        """
-        segment: CodedSegment | None = None
-        while left := await self._left_buddy(manifest):
-            segment = segment or await self._read(manifest)
-            if segment is None:
-                break
-            whole = await run(partial(self._merged, left, segment))
-            stored, _ = await commit_segment(self._store, whole)
-            assert isinstance(stored, CodedSegment)
-            self.retire((half.manifest for half in (left, segment)), stored.manifest.key)
-            segment, manifest = stored, stored.manifest
-
-    def _merged(self, left: CodedSegment, right: CodedSegment) -> CodedSegment:
-        keys = self._store.keys
-        return merge_segments(self._spec, plain_segment(left, keys), plain_segment(right, keys), self._executor)
-
-    async def _left_buddy(self, manifest: Manifest) -> CodedSegment | None:
-        is_right_half = manifest.first_page & manifest.num_pages
-        if not is_right_half or 2 * manifest.num_pages > self._max_pages:
-            return None
-        assert manifest.previous_hash is not None
-        key = SegmentKey(manifest.heads.folder, manifest.num_pages, manifest.previous_hash)
-        stored = await self._store.get(key.manifest_name)
-        if stored is None:
-            return None
-        left = await asyncio.to_thread(decode_manifest, stored)
-        if not _may_change(self._store, left):
-            return None
-        require_rewritable(stored)
-        if left.is_expired(time.time()):
-            return None  # the merged segment would be, too
-        if len(stored) + len(manifest.encode()) > MAX_MANIFEST_BYTES:
-            return None
-        side_bytes = sum(side.size_bytes for each in (left, manifest) for side in each.sides)
-        return await self._read(left) if side_bytes <= _MOST_SIDE_BYTES else None
-
-    async def _read(self, manifest: Manifest) -> CodedSegment | None:
-        contents = []
-        for each in manifest.data:
-            data = await self._store.get(manifest.data_name(each))
-            if data is None:
-                return None
-            contents.append(data)
-        return CodedSegment.of(manifest, contents)
-
-    def retire(self, manifests: Iterable[Manifest], whole: SegmentKey) -> None:
-        """Delete segments that ``whole`` replaces, as soon as no reader should still use them."""
-        for manifest in manifests:
-            self._retiring.begin(self._delete_later(manifest, whole))
-
-    async def _delete_later(self, manifest: Manifest, whole: SegmentKey) -> None:
-        await asyncio.sleep(self._retire_s)
-        # If deleting fails, the half stays until the store evicts it. That is harmless: lookups prefer longer segments.
-        # One at a time, in the order of the merges: the whole may be the half of the next merge.
-        async with self._deleting:
-            with contextlib.suppress(KVFetchError):
-                if await self._store.get(whole.manifest_name) is not None:  # it may have been damaged, or evicted
-                    await delete_segment(self._store, manifest)
-
-    async def close(self) -> None:
-        """Cancel pending deletions. Halves that stay do no harm."""
         await self._retiring.cancel()
+        self._segment_pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:

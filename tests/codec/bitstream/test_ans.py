@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.bitstream import _ans
-from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, AnsTablesCodec, joined, static_tables, tables
+from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, AnsTablesCodec, static_tables, tables
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
 from sgl_kvfetch.errors import CorruptError
@@ -242,12 +242,3 @@ def test_what_is_broken_in_tables_is_said() -> None:
             decode(TABLES, bad, frames)
     with pytest.raises(CorruptError, match="is for 4194305 tokens"):
         TABLES.decode(good, ((1 << 22) + 1, 1, 1))
-
-
-@pytest.mark.parametrize("size", [0, 10, 5 << 20])
-def test_bytes_are_joined(size: int) -> None:
-    pieces = [np.random.default_rng(i).bytes(size + i) for i in range(3)]
-    assert joined([pieces[0], memoryview(pieces[1]), pieces[2]]) == b"".join(pieces)
-    assert joined([]) == b""
-    with pytest.raises(TypeError):
-        joined([pieces[0], "text"])  # type: ignore[list-item]

@@ -11,9 +11,8 @@ import torch
 from harness.small_segments import make_segment as make_small
 from sgl_kvfetch.codec.container.encryption import ENCRYPTED, NO_KEYS, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
-from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import Side, Variant
-from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, secure_segment
+from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
@@ -22,6 +21,7 @@ from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.tools.encoder import make_targets, transcode
+from tests.codec.container.plain import plain_segment
 from tests.segments import SMALL, make_heads, make_segment, page_hashes
 
 OLD, NEW = StoreKeys(b"o" * 32), StoreKeys(b"n" * 32, b"o" * 32)
@@ -36,7 +36,7 @@ def decoded(segment: CodedSegment, keys: StoreKeys = KEYS, variant: int = 0) -> 
     """All cells of a stored segment."""
     manifest = open_manifest(decode_manifest(segment.manifest.encode()), keys)
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
-    data = segment.variant_data(variant)
+    data = segment.contents[variant]
     return [reader.decode_cell(cell, reader.chunks_in(cell, [data])) for cell in manifest.cells()]
 
 
@@ -191,16 +191,6 @@ def test_a_manifest_is_encrypted_as_a_whole() -> None:
 def test_an_opened_manifest_is_never_stored() -> None:
     with pytest.raises(AssertionError, match="not what is stored"):
         open_manifest(SEGMENT.manifest, KEYS).encode()
-
-
-@pytest.mark.parametrize("span_pages", [4, 8])  # chunks are copied, or encoded again
-def test_encrypted_segments_merge(span_pages: int) -> None:
-    quantiser = make_quantiser("exact")
-    halves = [make_segment(SMALL, 8, span_pages=4, first_page=first)[0] for first in (16, 24)]
-    spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", span_pages)
-    expected = merge_segments(spec, halves[0], halves[1])
-    left, right = (plain_segment(secure_segment(half, KEYS), KEYS) for half in halves)
-    assert merge_segments(spec, left, right) == expected
 
 
 def test_writers_know_how_large_encrypted_manifests_are() -> None:

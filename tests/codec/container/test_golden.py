@@ -10,12 +10,13 @@ import torch
 from sgl_kvfetch import prompts
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment
+from sgl_kvfetch.codec.container.protect import open_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
 from sgl_kvfetch.keys import Labels
+from tests.codec.container.plain import plain_segment
 from tests.codec.quant.profiles import PRODUCTS, products, restored_exactly
 from tests.golden.make import (
     CASES,

@@ -1,4 +1,4 @@
-"""Segments whose coefficients are in levels: read as far as a reader likes, merged, encrypted, and what is refused."""
+"""Segments whose coefficients are in levels: read as far as a reader likes, encrypted, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, coarsened, decode_manifest, encryption_keys_of
-from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import Level
-from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, secure_segment
+from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place, first_readable
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
@@ -22,6 +21,7 @@ from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.types import KVGeometry
+from tests.codec.container.plain import plain_segment
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_heads, page_hashes
 
@@ -46,7 +46,7 @@ def segment() -> CodedSegment:
 
 def cells(found: CodedSegment, num_levels: int = LEVELS) -> list[Quantised]:
     reader = SegmentReader(decode_manifest(found.manifest.encode()), KLT, num_levels=num_levels)
-    objects = [found.data, *found.levels_of(0)][: len(reader.object_names)]
+    objects = [found.data, *found.level_data][: len(reader.object_names)]
     return [reader.decode_cell(cell, reader.chunks_in(cell, objects)) for cell in found.manifest.cells()]
 
 
@@ -134,16 +134,6 @@ def test_a_manifest_that_lacks_levels_and_does_not_say_so_is_refused(num_levels:
             reader.decode_cell(next(manifest.cells()), data)
 
 
-@pytest.mark.parametrize("num_pages", [1, 2])
-def test_neighbours_are_merged_with_their_levels(num_pages: int) -> None:
-    """Whole spans as they are, shorter ones coded again."""
-    left, right = (make(SPEC, first, num_pages) for first in (0, num_pages))
-    merged = merge_segments(SPEC, left, right)
-    whole = make(SPEC, 0, 2 * num_pages)
-    assert merged.manifest.variants == whole.manifest.variants
-    assert (merged.data, merged.level_data) == (whole.data, whole.level_data)
-
-
 def test_readers_know_what_they_leave_out_and_what_is_lost() -> None:
     manifest = segment().manifest
     assert first_readable(manifest) == 0
@@ -163,26 +153,6 @@ def test_readers_know_what_they_leave_out_and_what_is_lost() -> None:
     assert (len(reader.object_names), reader.coarseness) == (2, LEVELS - 2)
     assert [each.coarseness for each in reader.ways(LEVELS)] == [LEVELS - 2, LEVELS - 1]
     assert list(reader.ways(0)) == [reader]  # it cannot be finer
-
-
-@pytest.mark.parametrize("num_pages", [1, 2])
-def test_neighbours_that_lack_the_same_levels_are_merged(num_pages: int) -> None:
-    spec = replace(SPEC, num_dropped=1)
-    left, right = (make(spec, first, num_pages) for first in (0, num_pages))
-    merged, whole = merge_segments(SPEC, left, right), make(spec, 0, 2 * num_pages)
-    assert whole.manifest.variants[0].num_dropped == 1
-    assert merged.manifest.variants == whole.manifest.variants
-    assert (merged.data, merged.level_data) == (whole.data, whole.level_data)
-    assert whole.level_data == make(SPEC, 0, 2 * num_pages).level_data[:-1]
-
-
-def test_segments_that_lost_levels_are_not_merged_with_whole_ones() -> None:
-    """The merged one would pass for as fine as the other half."""
-    lost, right = make(replace(SPEC, num_dropped=1), 0, 1), make(SPEC, 1, 1)
-    with pytest.raises(FormatError, match=r"has lost 1, \S+ 0: they are not merged"):
-        merge_segments(SPEC, lost, right)
-    with pytest.raises(FormatError, match="they are not merged"):
-        merge_segments(replace(SPEC, num_levels=1), lost, make(replace(SPEC, num_dropped=1), 1, 1))
 
 
 KEYS = StoreKeys(bytes(32))

@@ -10,16 +10,14 @@ import torch
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container import manifest as manifest_module
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import SideKey, encode_side, side_places
-from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
-from tests.segments import SMALL, make_heads, make_segment
+from tests.segments import make_segment
 
 LARGE = SIDE_CHUNK_BYTES + 1000  # bytes: two chunks
 
@@ -112,17 +110,6 @@ def test_the_document_suffices_to_read_them() -> None:
     raw = segment.manifest.encode()
     assert read_sides(raw, list(segment.side_data)) == contents(segment)
     assert names_of(parse_manifest(raw))[1:] == [name for name, _ in segment.data_objects()]
-
-
-@pytest.mark.parametrize("span_pages", [2, 4, 8])  # chunks are copied, or encoded again
-def test_merged_segments_keep_their_side_pages(span_pages: int) -> None:
-    left, right = (make_segment(first_page=first, span_pages=span_pages)[0] for first in (0, 4))
-    spec = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", span_pages)
-    merged = merge_segments(spec, with_sides(left, PAGES), right)
-    assert contents(merged) == expected(PAGES)
-    merged = merge_segments(spec, with_sides(left, PAGES), with_sides(right, PAGES))
-    assert contents(merged) == expected(PAGES) | expected(PAGES, 4)
-    assert len(merged.manifest.sides) == 1
 
 
 def test_variants_are_made_without_their_side_pages() -> None:

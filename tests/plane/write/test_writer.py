@@ -17,10 +17,9 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.plane.write.gather import PageBatch
-from sgl_kvfetch.plane.write.writer import Writer, commit_segment
-from sgl_kvfetch.tools.encoder import make_targets, transcode
+from sgl_kvfetch.plane.write.writer import Writer
 from sgl_kvfetch.types import TENSORS
-from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
+from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
 
@@ -73,30 +72,66 @@ async def found(store: LocalStore, num_pages: int) -> list[int]:
     return [hit.num_pages for hit in lookup.hits]
 
 
-async def test_segments_grow_with_their_prefix(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_segments_of_a_span_are_written_again_once(
+    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans have four pages here. What is sent twice is no more than that, and nothing is read back."""
+    sent, put = [], store.put
+
+    async def counted(name: str, data: Content) -> None:
+        sent.append(name)
+        await put(name, data)
+
+    monkeypatch.setattr(store, "put", counted)
     writer = make()
     await write(writer, 0, 7)
     assert await found(store, 7) == [4, 2, 1]
-    # Page 7 completes 6-7, 4-7 and 0-7; the next eight complete all sixteen.
     await write(writer, 7, 9)
-    assert await found(store, 16) == [16]
-    await until_idle()  # the halves are deleted
-    assert await lengths(store) == [16]
-    await write(writer, 16, 5)
-    assert await found(store, 21) == [16, 4, 1]
+    assert await found(store, 16) == [4, 4, 8]
+    await until_idle()  # the pieces are deleted
+    assert await lengths(store) == [4, 4, 8]
+    assert sorted(int(name.split("/")[1].split("-")[0]) for name in sent if name.endswith(".kvm")) == [1, 1, 2, 4, 4, 8]
 
 
-async def test_what_a_newer_version_wrote_is_not_merged(store: LocalStore, make: Callable[..., Writer]) -> None:
-    """The merged segment would lack what only that version knows."""
-    writer = make()
-    await write(writer, 0, 1)
-    name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
-    content = await store.get(name)
-    assert content is not None
-    await store.put(name, as_newer(content))
-    await write(writer, 1, 1)
-    assert await lengths(store) == [1, 1]
-    assert await store.get(name) == as_newer(content)
+async def test_pieces_stay_until_no_reader_should_use_them(store: LocalStore, make: Callable[..., Writer]) -> None:
+    clock = LoopClock()
+    writer = make(retire_s=600.0)
+    for first in (0, 2):
+        await write(writer, first, 2)
+    assert await lengths(store) == [2, 2, 4]
+    await clock.advance(600.0)
+    await until_idle()
+    assert await lengths(store) == [4]
+
+
+async def test_pieces_stay_if_the_whole_is_gone(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """As when it was found damaged: the pieces are all that is left of these pages."""
+    clock = LoopClock()
+    writer = make(retire_s=600.0)
+    for first in (0, 2):
+        await write(writer, first, 2)
+    assert await store.delete(SegmentKey(SPEC.heads.folder, 4, page_hashes(4)[3]).manifest_name)
+    await clock.advance(600.0)
+    await until_idle()
+    assert await found(store, 4) == [2, 2]
+
+
+async def test_another_servers_pieces_stay_as_they_are(store: LocalStore, make: Callable[..., Writer]) -> None:
+    await write(make(), 0, 2)
+    await write(make(), 2, 2)
+    assert await lengths(store) == [2, 2]
+
+
+async def test_joining_does_not_prolong_what_expires(
+    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
+) -> None:
+    writer = make(ttl_s=100.0)
+    await write(writer, 0, 2)
+    later(80)
+    await write(writer, 2, 2)
+    assert await found(store, 4) == [4]
+    later(110)
+    assert await found(store, 2) == []
 
 
 async def test_what_has_expired_is_written_again(
@@ -117,61 +152,6 @@ async def test_what_has_expired_is_written_again(
     assert await found(store, 1) == [1]
     later(220)
     assert await found(store, 1) == []
-
-
-async def test_an_expired_segment_is_not_merged(
-    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
-) -> None:
-    """The merged segment would have expired, and the new half would be deleted."""
-    writer = make(ttl_s=30.0)
-    await write(writer, 0, 1)
-    later(40)  # so soon, the store has not deleted it
-    await write(writer, 1, 1)
-    await until_idle()
-    assert await found(store, 2) == []
-    lookup = await store.lookup(SPEC.heads.folder, page_hashes(1, "", 1))
-    assert [hit.num_pages for hit in lookup.hits] == [1]
-
-
-async def test_merged_halves_stay_for_retire_s(store: LocalStore, make: Callable[..., Writer]) -> None:
-    writer = make(retire_s=60.0)
-    await write(writer, 0, 1)
-    await write(writer, 1, 1)
-    assert await lengths(store) == [1, 1, 2]
-    assert await found(store, 2) == [2]
-
-
-async def test_halves_stay_if_the_whole_is_gone(store: LocalStore, make: Callable[..., Writer]) -> None:
-    """As when it was found damaged: the halves are all that is left of these pages."""
-    clock = LoopClock()
-    writer = make(retire_s=600.0)
-    await write(writer, 0, 1)
-    await write(writer, 1, 1)
-    assert await store.delete(SegmentKey(SPEC.heads.folder, 2, page_hashes(2)[1]).manifest_name)
-    await clock.advance(600.0)
-    await until_idle()
-    assert await found(store, 2) == [1, 1]
-
-
-async def test_an_encoded_half_is_deleted_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
-    """The half is encoded again after the writer read it, and before the writer deletes it."""
-    clock = LoopClock()
-    writer = make(retire_s=600.0)
-    await write(writer, 0, 1)
-    await write(writer, 1, 1)
-    for page in range(2):
-        half = SegmentKey(SPEC.heads.folder, 1, page_hashes(2)[page])
-        content = await store.get(half.manifest_name)
-        assert content is not None
-        manifest = decode_manifest(content)
-        data = await store.get(manifest.data_name(manifest.variants[0]))
-        assert data is not None
-        await commit_segment(store, transcode(manifest, data, make_targets(["hevc", "hevc420"], ["240p"])))
-    whole = SegmentKey(SPEC.heads.folder, 2, page_hashes(2)[1])
-    await clock.advance(600.0)
-    await until_idle()
-    assert len(await names(store)) == 2
-    assert all(name.startswith(whole.stem) for name in await names(store))
 
 
 async def test_pages_in_the_store_are_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
@@ -222,23 +202,6 @@ async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make
     await writer.drain()
     assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
     assert await found(store, 8) == [8]
-
-
-async def test_segments_whose_manifests_do_not_fit_into_one_are_not_merged(
-    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = make()
-    await write(writer, 0, 1)
-    content = await store.get(SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name)
-    assert content is not None
-    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.MAX_MANIFEST_BYTES", 2 * len(content))
-    await write(writer, 1, 1)
-    assert await lengths(store) == [1, 1]
-    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.MAX_MANIFEST_BYTES", 3 * len(content))
-    await write(writer, 1, 1)
-    await write(writer, 2, 2)
-    await until_idle()
-    assert await lengths(store) == [1, 1, 2]
 
 
 async def test_whole_spans_are_encoded_before_their_segment_is_cut(

@@ -84,8 +84,8 @@ def test_a_fetch_runs_through_few_modules(make: MakeRig, tmp_path: Path, monkeyp
         monkeypatch.setattr(rig.linker, "batch_ended", lambda *args: None)
         request = rig.arrive_staged(tokens)
         assert rig.admit(request) == [32]
-        # The writer looks for halves to merge on its own, at any time. On a busy machine, a read may be hedged, and the
-        # store's opener counts that.
+        # What was computed is written meanwhile. On a busy machine, a read may be hedged, and the store's opener counts
+        # that.
         modules = sorted(module for module in seen if not module.startswith(("/plane/write/", "/plane/store.py")))
         rig.cache.release_host_resources()
     assert len(modules) <= MOST_MODULES, "\n".join(modules)

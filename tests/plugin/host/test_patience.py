@@ -12,7 +12,6 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.plane.write.writer import Merger
 from sgl_kvfetch.plugin import hooks
 from sgl_kvfetch.plugin.host import storage
 from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget, explain
@@ -95,16 +94,10 @@ def test_the_log_says_that_a_small_host_pool_loses_pages(
     assert ("--hicache-ratio 1 or more" in caplog.text) is is_said
 
 
-async def merges_nothing(*args: object) -> int:
-    return 0
-
-
 def test_what_has_arrived_when_the_time_is_up_counts(
     make: Make, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All fetches of a prefetch share its deadline, however many SGLang makes of it."""
-    # Merged on a slow machine, all four pages would be in one object, of which nothing is restored before the rest.
-    monkeypatch.setattr(Merger, "grow", merges_nothing)
     names = keys(4)
     store_pages(make(), names[:2], [0, 1])
     store_pages(make(), names[2:], [2, 3], names[:2])

@@ -163,17 +163,7 @@ def test_side_pages_are_added_to_stored_segments(make: Make, tmp_path: Path) -> 
     assert torch.equal(page_of(restored, 35), page_of(pool, 7))
 
 
-def test_segments_that_are_merged_keep_their_side_pages(make: Make, tmp_path: Path) -> None:
-    backend = make(sides={SWA: make_side_pool()})
-    names = keys(8)
-    store(backend, names[:4], {SWA: {3: 3}})
-    store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
-    wait_until(lambda: any(path.name.startswith("8-") for path in tmp_path.rglob("*.kvm")))
-    reader = make(sides={SWA: make_side_pool()})
-    assert reader.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [4, 8]
-
-
-def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: Served, tmp_path: Path) -> None:
+def test_encrypted_segments_have_encrypted_side_pages(make: Make, served: Served, tmp_path: Path) -> None:
     keys_file = tmp_path / "keys"
     keys_file.write_text("0f" * 32)
     how = {"key_file": str(keys_file)}
@@ -184,19 +174,19 @@ def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: S
     store(backend, names[:4], {SWA: {2: 2}})  # added later
     until_there(backend, names[:3], 3)
     store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
-    wait_until(lambda: any(path.name.startswith("8-") for path in tmp_path.rglob("*.kvm")))
+    wait_until(lambda: len(list(tmp_path.rglob("*.kvm"))) == 2)
     restored = make_side_pool(seed=1)
     reader = make(sides={SWA: restored}, **how)
     assert reader.batch_get_v1(names, tokens(list(range(20, 28)))) == [True] * 8
     assert reader.batch_get_v2([transfer(names[2:4], range(30, 32))]) == {SWA: [True, True]}
     assert [page_of(restored, 30 + i).tolist() for i in range(2)] == [page_of(pool, 2 + i).tolist() for i in range(2)]
     # A server without the key finds them, cannot use them, and leaves them alone.
-    before = {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")}
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*.kvm")}
     without = make(sides={SWA: make_side_pool(2)})
     assert without.batch_exists(names) == 0
     assert without.batch_set_v1(names, tokens(list(range(8))), after([])) == [True] * 8
     served.write_all()
-    assert {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*.kvm")} == before
 
 
 @pytest.mark.parametrize("fault", ["flipped", "missing"])
@@ -243,19 +233,6 @@ def test_side_pages_that_cannot_be_copied_are_not_there(
         patch.setattr(pool, broken, fail if broken == "set_from_flat_data_page" else lambda: torch.empty(1))
         assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [True]}
-
-
-def test_segments_with_large_side_pages_are_not_merged(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served
-) -> None:
-    monkeypatch.setattr(writer_module, "_MOST_SIDE_BYTES", 100)
-    backend = make(sides={SWA: make_side_pool()})
-    names = keys(8)
-    store(backend, names[:4], {SWA: {3: 3}})
-    store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
-    served.write_all()
-    assert {path.name.split("-")[0] for path in tmp_path.rglob("*.kvm")} == {"4"}
-    assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [4, 8]
 
 
 def test_announced_pages_whose_kv_is_not_written_are_dropped(make: Make) -> None:
