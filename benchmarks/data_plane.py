@@ -56,7 +56,7 @@ from sgl_kvfetch.plane.arena import SharedPool
 from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.fetch.plan import ReadSize, ReadUnit, read_units
 from sgl_kvfetch.plane.process import DataPlaneProcess, Line, ReadPages
-from sgl_kvfetch.plane.protocol import Staged, Start
+from sgl_kvfetch.plane.protocol import Found, Start
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plane.store import READ_SIZE, WHOLE_SPANS
 from sgl_kvfetch.stores.base import Store
@@ -386,7 +386,7 @@ def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pag
     return values[tensor][list(pages)]
 
 
-def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Staged:
+def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
     return plane.look_up(hashes).result()
 
 

@@ -269,8 +269,8 @@ class _Engine:
     def __init__(self, setup: Setup, config: KVFetchConfig, client: StoreClient, num_tokens: int) -> None:
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
-        from sgl_kvfetch.plane import Start
-        from sgl_kvfetch.plane.arena import Arena, Room, StridedPages
+        from sgl_kvfetch.plane.arena import Arena, Room
+        from sgl_kvfetch.plane.fetch.finder import StoredPrompts
         from sgl_kvfetch.plane.staging import Stager
         from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, ValueLoader
 
@@ -282,10 +282,9 @@ class _Engine:
         self._geometry, self._arena = heads.geometry, Arena.create(num_bytes)
         self._arena.whole.fill_(1)
         self._staged: asyncio.Queue[Any] = asyncio.Queue()
-        answer, room = self._staged.put_nowait, Room(num_bytes)
-        start = Start({}, heads.namespace, heads.heads.start, heads.heads.stop, 0, None)
-        parts = config, heads, client, answer, self._arena, room, start
-        self._stager = Stager(*parts, pool=StridedPages(()), audited=lambda hashes, sources: sources)
+        what = config, heads, client, self._arena, Room(num_bytes)
+        self._prompts = StoredPrompts(*what, side_bytes={}, num_served=lambda hashes, sources: len(sources))
+        self._stager = Stager(self._prompts, self._staged.put_nowait, takes_code=False)
         layers = range(heads.geometry.num_layers)
         counter = LayerWiseLoadCounter(len(layers))
         self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))
@@ -305,7 +304,7 @@ class _Engine:
 
     async def close(self) -> None:
         self._loader.close()
-        await self._stager.close()
+        await self._prompts.tasks.cancel()
         self._arena.close()
 
 

@@ -27,7 +27,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.arena import SharedPool
 from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.process import DataPlaneProcess
-from sgl_kvfetch.plane.protocol import Staged, Start
+from sgl_kvfetch.plane.protocol import Found, Start
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 NUM_PAGES = 8
@@ -47,7 +47,7 @@ def open_plane(url: str) -> DataPlane:
     return DataPlane(start, SMALL, DataPlaneProcess, pool_files=POOL.files)
 
 
-def look_up(plane: DataPlane, hashes: list[bytes]) -> Staged:
+def look_up(plane: DataPlane, hashes: list[bytes]) -> Found:
     return plane.look_up(hashes).result(WAIT_S)
 
 

@@ -70,7 +70,7 @@ _QUANTISED_BYTES = 32 << 20  # the same of their values, if they come quantised:
 class Fetch:
     """A fetch under way, in the pool's pages. ``over`` tells how many were restored; nothing is written after that."""
 
-    over: Awaited[m.Staged]
+    over: Awaited[m.Fetched]
 
     def end(self) -> None:
         """End it soon. Wait until the data plane writes nothing more, which takes milliseconds; one that does not
@@ -89,22 +89,22 @@ class Fetch:
 class SideFetch:
     """A fetch of side pages. They come in parts, since all of them may not fit into the shared memory."""
 
-    def __init__(self, ask: Callable[[int], Awaited[m.Staged]], firsts: Sequence[int]) -> None:
+    def __init__(self, ask: Callable[[int], Awaited[m.Fetched]], firsts: Sequence[int]) -> None:
         """``ask`` begins the part from some page on. ``firsts``: the parts' first pages."""
         self._ask = ask
         self._firsts = firsts
         self._asked = ask(firsts[0])
 
-    def parts(self, wait: Callable[[Awaited[m.Staged]], m.Staged | None]) -> Iterator[dict[int, torch.Tensor]]:
+    def parts(self, wait: Callable[[Awaited[m.Fetched]], m.Fetched | None]) -> Iterator[dict[int, torch.Tensor]]:
         """Yield the pages of each part that have come, uint8 ``(bytes,)``, by their index. They are readable until the
         next part. ``wait`` waits for an answer, and returns None if no more is wanted."""
         for number, first in enumerate(self._firsts):
             if number:
                 self.end()
                 self._asked = self._ask(first)
-            if (staged := wait(self._asked)) is None:
+            if (fetched := wait(self._asked)) is None:
                 return
-            sides = self._asked.run.side_pages(staged)
+            sides = self._asked.run.side_pages(fetched)
             yield {first + page: content for (_, page), content in sides.items()}
 
     def end(self) -> None:
@@ -279,7 +279,7 @@ class DataPlane:
         trailing: Mapping[str, int] | None = None,
         saved_s: Sequence[tuple[int, float]] = (),
         is_idle: bool = False,
-    ) -> Awaited[m.Staged]:
+    ) -> Awaited[m.Found]:
         """Find the longest stored run of these pages, and read it ahead unless computing it is sooner, as host mode
         does. Arguments as in `protocol.Stage`."""
         work = next(self._numbers)
@@ -291,7 +291,7 @@ class DataPlane:
             is_read_ahead=True,
             trailing=dict(trailing or {}),
         )
-        return self._run.ask(command, m.Staged(work))
+        return self._run.ask(command, m.Found(work))
 
     def fetch(
         self,
@@ -309,7 +309,7 @@ class DataPlane:
         command = m.FetchPages(
             work, b"".join(hashes), tuple(places), deadline_s, is_first, is_last, is_divisible, is_idle
         )
-        return Fetch(self._run.ask(command, m.Staged(work)))
+        return Fetch(self._run.ask(command, m.Fetched(work)))
 
     def stage(
         self,
@@ -344,10 +344,10 @@ class DataPlane:
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
         num_pages, run = max(1, self._side_part_bytes // self._sides[pool]), self._run
 
-        def ask(first: int) -> Awaited[m.Staged]:
+        def ask(first: int) -> Awaited[m.Fetched]:
             work = next(self._numbers)
             command = m.FetchSide(work, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
-            return run.ask(command, m.Staged(work))
+            return run.ask(command, m.Fetched(work))
 
         return SideFetch(ask, range(0, len(hashes), num_pages))
 

@@ -188,7 +188,7 @@ class Awaited(Future[A]):
     def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
         """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
         lost = self._lost
-        if isinstance(lost, m.Staged):
+        if isinstance(lost, m.Found | m.Fetched | m.Staged):
             metrics.MISSES.labels(self._stage, reason).inc()
             lost = msgspec.structs.replace(lost, reason=reason)
         self.set_result(lost)
@@ -259,8 +259,7 @@ class Run:
     ) -> Awaited[A]:
         """Send a command. Return the event that answers it, ``lost`` if the data plane ends first, or if the command is
         too large to be sent."""
-        is_lookup = isinstance(command, m.Stage) and command.is_read_ahead
-        asked = Awaited(self, lost, "lookup" if is_lookup else "fetch")
+        asked = Awaited(self, lost, "lookup" if isinstance(lost, m.Found) else "fetch")
         with self._lock:
             is_under_way = not self._ended
             if is_under_way:
@@ -456,7 +455,7 @@ class Run:
     def _take_in(self, event: m.Event) -> None:
         """Handle an event of the data plane, on the thread that receives it."""
         match event:
-            case m.Staged() | m.Taken() | m.ClearOver():
+            case m.Found() | m.Fetched() | m.Staged() | m.ClearOver() | m.Taken():
                 self._answer(event)
             case m.ProfileFound():
                 self.found_profile = event.digest
@@ -488,8 +487,8 @@ class Run:
     def staged_values(self, staged: m.Staged) -> StagedValues:
         return StagedValues.of(staged, self.values, self._geometry, self._sides)
 
-    def side_pages(self, staged: m.Staged) -> dict[SideKey, torch.Tensor]:
-        return side_views(staged, self.values, self._sides)
+    def side_pages(self, fetched: m.Fetched) -> dict[SideKey, torch.Tensor]:
+        return side_views(fetched, self.values, self._sides)
 
     def end(self) -> bool:
         """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it

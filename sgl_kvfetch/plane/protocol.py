@@ -26,7 +26,7 @@ from sgl_kvfetch.keys import Labels, Namespace
 from sgl_kvfetch.plane.config import ProfileNeeds
 from sgl_kvfetch.status import Audits
 
-VERSION = 12
+VERSION = 13
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
 
@@ -102,7 +102,7 @@ class Stage(_Message, frozen=True):
 
     In device mode, the pages are restored into shared memory, where the engine takes them: `Staged` answers. In host
     mode (``is_read_ahead``) SGLang says only later where the values go, and they are ten times as large as what is
-    stored of them. So their bytes are read ahead, `Staged` answers before they have come, and `FetchPages` restores
+    stored of them. So their bytes are read ahead, `Found` answers before they have come, and `FetchPages` restores
     them.
 
     ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
@@ -129,7 +129,7 @@ def is_for_its_end(trailing: Mapping[str, int]) -> bool:
 
 class FetchPages(_Message, frozen=True):
     """Restore these pages, as far as they are stored, to ``places`` in the engine's pool, as `Start` has described it:
-    `Staged` answers. Before that, any of these places may be written to.
+    `Fetched` answers. Before that, any of these places may be written to.
 
     ``deadline_s``: in time.monotonic(). ``is_first``, ``is_last``: whether they are the first or the last ones that the
     engine takes of a `Stage`. ``is_divisible``: whether some of them are of use without the others; then the fetch ends
@@ -161,7 +161,7 @@ class Flush(_Message, frozen=True):
 
 
 class FetchSide(_Message, frozen=True):
-    """Bring these pages of a side pool into shared memory: `Staged` answers. ``deadline_s``: as in `FetchPages`."""
+    """Bring these pages of a side pool into shared memory: `Fetched` answers. ``deadline_s``: as in `FetchPages`."""
 
     work: int
     pool: str
@@ -226,21 +226,39 @@ class Refused(_Message, frozen=True):
     reason: str
 
 
+class Found(_Message, frozen=True):
+    """The result of a `Stage` of host mode: ``num_found`` pages are stored, and the first ``num_pages`` are read ahead.
+
+    ``reason``: the first `reasons.Reason` why pages are missing; "" if they are merely not stored. If side pools are
+    needed, ``lengths`` has all the runs that could be used, in pages, and ``stored`` how long the longest run would be
+    if each pool were the only one. The pool of KV is ``kv``.
+    """
+
+    work: int
+    num_pages: int = 0
+    num_found: int = 0
+    reason: str = ""
+    lengths: tuple[int, ...] = ()
+    stored: dict[str, int] = {}
+
+
+class Fetched(_Message, frozen=True):
+    """The result of a `FetchPages`: the first ``num_pages`` are restored and verified. Or that of a `FetchSide`: any
+    ``num_pages`` are, and lie where ``sides`` says, in shared memory, until `Unstage`. ``reason``: as in `Found`."""
+
+    work: int
+    num_pages: int = 0
+    reason: str = ""
+    sides: SidePages | None = None
+
+
 class Staged(_Message, frozen=True):
-    """The result of a `Stage`, a `FetchPages` or a `FetchSide`.
+    """The result of a `Stage` of device mode: ``num_found`` pages are stored, of which the first ``num_pages`` are
+    restored and verified. ``reason``: as in `Found`.
 
-    ``num_found`` pages are stored, of which the first ``num_pages`` are restored and verified, or, for a `Stage` of
-    host mode, read ahead; of a side pool, any ``num_pages``. ``reason``: the first `reasons.Reason` why pages are
-    missing; "" if they are merely not stored.
-
-    In shared memory, until `Unstage`:
-
-    * In device mode, a region for all pages that were found is at ``offset``: see `staging.region_views`. If the pages
-      are still coded, ``code`` says where their cells are.
-    * Side pages are where ``sides`` says.
-
-    In host mode, if side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored``
-    how long the longest run would be if each pool were the only one. The pool of KV is ``kv``.
+    In shared memory, until `Unstage`, a region for all pages that were found is at ``offset``: see
+    `staging.region_views`. If the pages are still coded, ``code`` says where their cells are. The side pages that they
+    need are where ``sides`` says.
     """
 
     work: int
@@ -250,8 +268,6 @@ class Staged(_Message, frozen=True):
     offset: int = 0
     code: CodedCells | None = None
     sides: SidePages | None = None
-    lengths: tuple[int, ...] = ()
-    stored: dict[str, int] = {}
 
 
 class Taken(_Message, frozen=True):
@@ -307,7 +323,7 @@ Command = (
     | Ping
     | Close
 )
-Answer = Staged | ClearOver  # the thread that has asked receives them
+Answer = Found | Fetched | Staged | ClearOver  # the thread that has asked receives them
 Event = Ready | Refused | Answer | Taken | Settled | ProfileFound | AuditsTold | Pong
 
 M = TypeVar("M")

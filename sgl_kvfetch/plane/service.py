@@ -3,8 +3,8 @@
 Commands come in order, and each begins a task: `Service.serve` never waits, so a slow store delays no other command.
 The engine may cancel anything at any moment, or be gone, which closes the socket. So
 
-* **each piece of work is answered once**, in a ``finally``: `Staged`, `ClearOver`. The engine
-  waits for these, and frees pages by them. Pages to be written are `Settled` once, and their memory `Taken`;
+* **each piece of work is answered once**, in a ``finally``: `Found`, `Fetched`, `Staged`, `ClearOver`.
+  The engine waits for these, and frees pages by them. Pages to be written are `Settled` once, and their memory `Taken`;
 * **no error crosses to the engine.** It is counted as a miss, by its reason, where it happens (`metrics.counted`). The
   engine computes what it does not get, and needs no reason;
 * **a cancelled task ends like any other.** It is cancelled from the loop, and not at once: a task that is cancelled
@@ -18,7 +18,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -36,14 +36,14 @@ from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.calibration.own import delete_old
 from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig, config_quantiser
-from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.finder import StoredPrompts
 from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.plane.prefetching import Prefetcher
 from sgl_kvfetch.plane.process import Line
 from sgl_kvfetch.plane.protocol import Outbox
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import taken_batch
-from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.types import KVGeometry
 
@@ -96,20 +96,13 @@ class Service:
             record=AuditRecord(config.store, *names, namespace.quantiser),
             on_audit=self._tell_audits,
         )
-        self._tasks = Tasks()
+        self._prompts = StoredPrompts(config, heads, client, line.values, room, start.sides, self._auditor.served)
+        self._tasks = self._prompts.tasks
         if self._auditor.is_over or self._auditor.record.parts:
             self._tell_audits()
-        self._stager = Stager(
-            config,
-            heads,
-            client,
-            answer,
-            line.values,
-            room,
-            start,
-            audited=self._audited,
-            pool=map_pool(line.pool, start.pool, heads.geometry.torch_dtype),
-        )
+        self._stager = Stager(self._prompts, answer, takes_code=start.takes_code)
+        pool = map_pool(line.pool, start.pool, heads.geometry.torch_dtype)
+        self._prefetcher = Prefetcher(self._prompts, answer, pool)
         self._finder = None if start.watch is None else ProfileFinder(config, start.watch, emit)
         client.writer.on_known = self._auditor.known
         client.writer.on_settled = lambda num_pages, is_lost: emit(m.Settled(num_pages, is_lost))
@@ -119,14 +112,15 @@ class Service:
     def serve(self, command: m.Command) -> None:
         """Begin to carry out a command. Never waits."""
         match command:
+            case m.Stage() if command.is_read_ahead:
+                self._prefetcher.look_up(command)
             case m.Stage():
                 self._stager.begin(command)
-            case m.FetchPages():
-                self._stager.fetch(command)
-            case m.FetchSide():
-                self._stager.fetch_side(command)
+            case m.FetchPages() | m.FetchSide():
+                self._prefetcher.fetch(command)
             case m.Unstage():
-                self._stager.release(command)
+                if not self._stager.release(command):
+                    self._prefetcher.release(command.work)
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():
@@ -176,15 +170,10 @@ class Service:
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
         await self._tasks.cancel()
-        await self._stager.close()
         await self._auditor.close()
         if self._finder is not None:
             await self._finder.close()
         await self.client.close(_CLOSE_S)
-
-    def _audited(self, hashes: Sequence[bytes], sources: list[PageSource]) -> list[PageSource]:
-        """Return the sources of the pages that are to be served: fewer if a hit is to be audited."""
-        return sources[: self._auditor.served(hashes, sources)]
 
     # Writes
 

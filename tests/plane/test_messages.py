@@ -32,7 +32,8 @@ COMMANDS: list[m.Command] = [
 EVENTS: list[m.Event] = [
     m.Ready(),
     m.Refused("ConfigError", "no such store"),
-    m.Staged(1, 2, 3, lengths=(1, 2), stored={"kv": 3, "swa": 2}),
+    m.Found(1, 2, 3, "", (1, 2), {"kv": 3, "swa": 2}),
+    m.Fetched(2, 1, "late", m.SidePages(0, (("swa", 0),))),
     m.Staged(6, 3, 4, "late", 4096, m.CodedCells(8192, 900, 6), m.SidePages(12288, (("swa", 2),))),
     m.Settled(3),
     m.Taken(3, is_lost=True),

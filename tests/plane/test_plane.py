@@ -38,7 +38,7 @@ from sgl_kvfetch.plane.arena import SharedPool
 from sgl_kvfetch.plane.calibration.own import calibration_folder
 from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.process import DataPlaneProcess, EndedError, Line, Quantising, Run, Running
-from sgl_kvfetch.plane.protocol import Staged, Start
+from sgl_kvfetch.plane.protocol import Found, Staged, Start
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -88,7 +88,7 @@ def open_plane(directory: Path, launcher: Launcher, *, staging_bytes: int = 0, *
     return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
 
 
-def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Staged:
+def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
     return plane.look_up(hashes).result(WAIT_S)
 
 
@@ -185,7 +185,7 @@ def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, mon
     monkeypatch.setattr(m, "_MOST_BYTES", 32 * NUM_PAGES)
     staged: Future[StagedValues] = Future()
     with assert_counted("lookup", Reason.TOO_LARGE):
-        assert look_up(plane, hashes) == Staged(ANY, reason=Reason.TOO_LARGE)
+        assert look_up(plane, hashes) == Found(ANY, reason=Reason.TOO_LARGE)
     with assert_counted("fetch", Reason.TOO_LARGE):
         assert fetch_found(plane, hashes) == 0
         plane.stage(hashes, staged.set_result)
@@ -533,7 +533,7 @@ def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantise
     assert write(plane, others) == NUM_PAGES
     plane.switch(lambda: start_by_uint8(tmp_path))
     assert plane.num_losses == losses + 1
-    assert look_up(plane, hashes) == Staged(ANY, reason=Reason.DATA_PLANE)  # at once, while it ends
+    assert look_up(plane, hashes) == Found(ANY, reason=Reason.DATA_PLANE)  # at once, while it ends
     assert fetch_found(plane, hashes) == 0
     assert write(plane, hashes) == 0
     store_again(plane, hashes)

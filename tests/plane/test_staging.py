@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from sgl_kvfetch.metrics import shortfall
 from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.staging import AGEING_PAGES, StagedValues, _Staging, _Turns
+from sgl_kvfetch.plane.staging import AGEING_PAGES, StagedValues, Waiting, _Turns
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS
@@ -151,27 +150,27 @@ class Turns:
     def __init__(self, room: Room, pool_share: float = 1.0) -> None:
         config = parse_config({"store": "file:///kv", "model_id": "m", "device": {"pool_share": pool_share}})
         self.turns = _Turns(config, replace(SMALL, page_size=8192 // 16), room)
-        self.began: list[_Staging] = []
+        self.began: list[Waiting] = []
         self.tasks = Tasks()
 
-    async def begin(self, num_pages: int, **fields: Any) -> _Staging:
-        """A staging that waits for its turn, unless that has come."""
-        staging = _Staging({}, num_pages=num_pages, **fields)
-        self.tasks.begin(self._wait(staging))
+    async def begin(self, num_pages: int, num_bytes: int = 0, *, needs_link: bool = True) -> Waiting:
+        """Pages that wait for their turn, unless that has come."""
+        waiting = self.turns.enter(num_pages, num_bytes, needs_link=needs_link)
+        self.tasks.begin(self._wait(waiting))
         await self.settle()
-        return staging
+        return waiting
 
-    async def _wait(self, staging: _Staging) -> None:
-        await self.turns.wait(staging, time.monotonic() + WAIT_S)
-        self.began.append(staging)
+    async def _wait(self, waiting: Waiting) -> None:
+        await self.turns.wait(waiting, time.monotonic() + WAIT_S)
+        self.began.append(waiting)
 
     async def settle(self) -> None:
         for _ in range(3):
             await asyncio.sleep(0)
 
-    async def end(self, *stagings: _Staging) -> None:
-        for staging in stagings:
-            self.turns.end(staging)
+    async def end(self, *begun: Waiting) -> None:
+        for each in begun:
+            self.turns.end(each.turn.result())
         await self.settle()
 
 
@@ -187,7 +186,7 @@ async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link(t
     in_memory = await turns.begin(14, needs_link=False)  # which waits for no link
     assert turns.began == [first, in_memory]
     assert turns.turns.pages_ahead == 16 + 15 + 4
-    turns.turns.link_has_room(first)
+    turns.turns.link_has_room(first.turn.result())
     await turns.settle()
     assert turns.began == [first, in_memory, shorter]
     assert turns.turns.pages_ahead == 16 + 15 + 4
@@ -223,17 +222,30 @@ async def test_prompts_take_a_share_of_the_room_together_and_one_alone_takes_all
     all_of_it = await turns.begin(1, num_bytes=1 << 10)
     others = [await turns.begin(1, num_bytes=256) for _ in range(2)]
     assert turns.began == [all_of_it]
-    turns.turns.shrink(all_of_it, 256)
+    turns.turns.shrink(all_of_it.turn.result(), 256)
     await turns.settle()
     assert turns.began == [all_of_it, others[0]]
-    turns.turns.free(all_of_it)
+    turns.turns.free(all_of_it.turn.result())
     await turns.settle()
     assert turns.began == [all_of_it, *others]
 
 
+async def test_a_turn_that_comes_as_its_staging_ends_is_given_back(turns: Turns) -> None:
+    present = await turns.begin(16)
+    waiting = turns.turns.enter(2, 256, needs_link=True)
+    task = asyncio.create_task(turns.turns.wait(waiting, time.monotonic() + WAIT_S))
+    await turns.settle()
+    turns.turns.end(present.turn.result())
+    assert turns.turns._used_bytes == 256
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert turns.turns._used_bytes == turns.turns.pages_ahead == 0
+
+
 async def test_who_gets_no_turn_in_time_leaves(turns: Turns) -> None:
     await turns.begin(16)
-    late = _Staging({}, num_pages=2)
+    late = turns.turns.enter(2, 0, needs_link=True)
     with pytest.raises(TimeoutError):
         await turns.turns.wait(late, time.monotonic() + 0.01)
     assert turns.turns.pages_ahead == 16

@@ -15,6 +15,8 @@ costs a request its timeout, and must not cost every request that.
 
 **Side pools.** Manifests name their pages, too (codec/container/sides.py). `usable_runs` says which runs of pages have
 those that they need, and `SideFetcher` reads them.
+
+`StoredPrompts` is what both modes have of all that, once audits have cut it.
 """
 
 from __future__ import annotations
@@ -25,20 +27,29 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SidePlace, decode_manifest, open_manifest
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SideKey, SidePlace, decode_manifest, open_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.metrics import count_miss, note
+from sgl_kvfetch.metrics import count_miss, counted, miss, note
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.plane.arena import Arena, Room
+from sgl_kvfetch.plane.choice import FetchOrder
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.reasons import Reason
-from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.side_by_side import Tasks, side_by_side
 from sgl_kvfetch.stores import Breaker, SegmentHit, Store
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plane.store import StoreClient
 
 KV_POOL = "kv"
 _READS = 8  # at a time
@@ -485,3 +496,77 @@ def _cover(heads: range, ranges: Sequence[range]) -> list[range]:
         cover.append(reached)
         head = reached.stop
     return cover
+
+
+class StoredPrompts:
+    """What the store has of prompts, for both modes: `Prefetcher` brings it in host mode, `Stager` in device mode.
+
+    Belongs to one event loop. ``order``: what is left to the engine delays the prompts behind it. ``sides`` fetches
+    side pages, and ``side_bytes`` has the size of one in each pool."""
+
+    def __init__(
+        self,
+        config: KVFetchConfig,
+        heads: HeadSlice,
+        client: StoreClient,
+        arena: Arena,
+        room: Room,
+        side_bytes: Mapping[str, int],
+        num_served: Callable[[Sequence[bytes], Sequence[PageSource]], int],
+    ) -> None:
+        """``room`` allocates bytes of ``arena``. ``num_served`` returns how many of the pages that were found are to be
+        served."""
+        self.config, self.geometry, self.client = config, heads.geometry, client
+        self.order = FetchOrder(heads.geometry.page_size, may_compute=config.recompute == "auto")
+        self.arena, self.room = arena, room
+        self.tasks = Tasks()
+        self.side_bytes = side_bytes
+        self.sides = SideFetcher(client.store, client.finder, client.fetcher.report_damage)
+        self._num_served = num_served
+
+    async def find(
+        self, command: m.Stage, hashes: Sequence[bytes], request: timeline.Request, most_pages: int
+    ) -> tuple[list[PageSource], Usable]:
+        """Return where the pages are that are to be served, and, if side pools are needed, which runs can be used. If
+        shorter runs are of use, there are ``most_pages`` at most."""
+        started_s = time.monotonic()
+        sources: list[PageSource] = []
+        usable = Usable((), {})
+        with counted("lookup"):
+            sources = await self.client.finder.find_pages(hashes, self.config.lookup_timeout_s)
+            if command.trailing:
+                usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
+                usable.stored[KV_POOL] = len(sources)
+                sources = sources[: max(usable.lengths, default=0)]
+            if not m.is_for_its_end(command.trailing):
+                num_served = self._num_served(hashes, sources[:most_pages])
+                if num_served < len(sources):
+                    sources, usable = sources[:num_served], usable.up_to(num_served)
+        metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
+        metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
+        timeline.add(request, "lookup", started_s, time.monotonic(), pages=len(hashes), found=len(sources))
+        return sources, usable
+
+    def leave_to_engine(self, sources: Sequence[PageSource]) -> None:
+        """Note that computing these pages is sooner. The link is measured again all the same, now and then."""
+        self.tasks.begin(self.client.fetcher.probe(sources))
+        note(Reason.SOONER)
+
+    def put_sides(self, sides: Mapping[SideKey, bytearray], ends: ExitStack) -> m.SidePages | None:
+        """Put side pages into shared memory, until ``ends`` is closed; None, which is a miss, if there is no room."""
+        place = self.put(list(sides.values()), ends)
+        return None if place is None else m.SidePages(place, tuple(sides))
+
+    def put(self, pieces: Sequence[bytes | bytearray], ends: ExitStack) -> int | None:
+        """Put bytes into shared memory, one piece after another, until ``ends`` is closed. Return where they are; None,
+        which is a miss, if there is no room."""
+        num_bytes = sum(map(len, pieces))
+        place = self.room.allocate(num_bytes, 0) if num_bytes <= self.room.num_bytes else None
+        if place is None:
+            miss("fetch", "no_slots")
+            return None
+        ends.callback(self.room.free, place)
+        into, begin = self.arena.buffer(place, num_bytes), 0
+        for piece in pieces:
+            into[begin : (begin := begin + len(piece))] = piece
+        return place

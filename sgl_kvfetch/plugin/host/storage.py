@@ -47,7 +47,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import counted
 from sgl_kvfetch.plane import DataPlane, SharedPool, parse_config
 from sgl_kvfetch.plane.engine_end import SideFetch
-from sgl_kvfetch.plane.protocol import Staged
+from sgl_kvfetch.plane.protocol import Found
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools, trailing_pages
@@ -339,7 +339,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         Begins to transmit them."""
         return self._look_up(keys, ()).num_pages
 
-    def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Staged:
+    def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
         if keys and self.access.reads:
             with counted("lookup"):
                 found = self._plane.look_up(
@@ -351,7 +351,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
                 status.note(self._looked_up_for, keys, result.num_found, result.num_pages, result.reason)
                 return result
-        return Staged(0)
+        return Found(0)
 
     def batch_exists_v2(
         self,

@@ -370,7 +370,7 @@ class Rig:
         """Assert that no shared memory is kept for requests."""
         stager = self.service._stager
         # A staging that is released while it is fetched gives its memory back when its task has been cancelled.
-        wait_until(lambda: not stager._stagings and not stager._turns._used_bytes)
+        wait_until(lambda: not stager._works and not stager._turns._used_bytes)
 
 
 def _as_stored(values: torch.Tensor, pool: Any) -> torch.Tensor:

@@ -25,7 +25,6 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import store as client
 from sgl_kvfetch.plane.fetch.offers import Tolerance
-from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores import Breaker
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.conftest import MakeRig
@@ -115,10 +114,7 @@ class Rank:
             report(ticket, num_pages)
 
         rig.parts.board.report = note
-        rig.service._stager._audited = self._audited
-
-    def _audited(self, hashes: Any, sources: list[PageSource]) -> list[PageSource]:
-        return sources[: self.num_served]
+        rig.service._prompts._num_served = lambda hashes, sources: min(len(sources), self.num_served)
 
     def play(self, case: Case, faults: Faults) -> int:
         """Let a request arrive, be staged and be admitted. Return how many pages were loaded. Raises AssertionError if

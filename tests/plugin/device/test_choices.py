@@ -94,7 +94,7 @@ def test_a_prefix_is_fetched_while_the_engine_is_busy_with_other_prompts(make: M
     assert fetched(rig, tokens) == 32
     for num_tokens in COMPUTED:
         rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
-    rig.service._stager._order.engine.add(WAIT_S, time.monotonic())
+    rig.service._prompts.order.engine.add(WAIT_S, time.monotonic())
     assert fetched(rig, tokens) == 32
     assert fetched(rig, tokens, is_idle=True) == 0
     rig.assert_nothing_held()
@@ -105,7 +105,7 @@ def test_prompts_that_are_computed_keep_the_engine_busy(make: MakeRig) -> None:
     for num_tokens in (16, 24, 32, 40):
         rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 100.0)
     assert fetched(rig, prompt(0)) == 0  # is not stored
-    assert 0 < rig.service._stager._order.engine.seconds(time.monotonic()) <= 32 * 100
+    assert 0 < rig.service._prompts.order.engine.seconds(time.monotonic()) <= 32 * 100
     rig.assert_nothing_held()
 
 

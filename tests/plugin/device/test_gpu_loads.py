@@ -253,7 +253,7 @@ def test_a_prompt_whose_tables_find_no_shared_memory_is_computed(make: MakeRig, 
     full.allocate(LARGE)
     make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
-    rig.service._stager._room = full
+    rig.service._prompts.room = full
     with assert_counted("fetch", Reason.NO_SLOTS):
         assert rig.fetch(tokens) == 0
     assert status._state.recent[-1].reason == Reason.NO_SLOTS
@@ -463,7 +463,7 @@ def test_only_the_memory_that_loads_read_is_pinned(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in gpu.pinned_memory]
     assert len(set(pinned)) == len(pinned) > 2
-    assert sum(end - begin for begin, end in pinned) < rig.served.service._stager._arena.num_bytes
+    assert sum(end - begin for begin, end in pinned) < rig.served.service._prompts.arena.num_bytes
     assert copied
     assert all(any(begin <= x and y <= end for begin, end in pinned) for x, y in copied)
     rig.linker.close()

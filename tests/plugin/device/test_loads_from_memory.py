@@ -113,7 +113,7 @@ def left(rig: Rig, request: Request) -> None:
 
 def is_in_memory(rig: Rig, cells: np.ndarray) -> np.ndarray:
     """Return which cells lie in the cache."""
-    found: np.ndarray = cells["start"] >= rig.service._stager._room.num_bytes
+    found: np.ndarray = cells["start"] >= rig.service._prompts.room.num_bytes
     return found
 
 

@@ -212,7 +212,7 @@ def test_pages_of_another_size_are_misses(make: Make, served: Served) -> None:
     backend = make(sides={SWA: make_side_pool()})
     store(backend, keys(2), {SWA: {1: 1}})
     until_there(backend, keys(2), 2)
-    served.service._stager._sides = {str(SWA): 64}
+    served.service._prompts.side_bytes = {str(SWA): 64}
     before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format")
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format") == before + 1
@@ -328,7 +328,7 @@ def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: S
         await asyncio.Event().wait()
         raise AssertionError
 
-    served.service._stager._side_fetcher._store = Mock(read=hang)
+    served.service._prompts.sides._store = Mock(read=hang)
     backend._prefetch = replace(backend._prefetch, is_stopping=arrived.is_set)
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
 
@@ -353,7 +353,7 @@ def test_lookups_pause_while_side_pages_cannot_be_read(
         raise StoreError("server", "a test")
 
     with monkeypatch.context() as failing:
-        failing.setattr(served.service._stager._side_fetcher, "_store", Mock(read=fail))
+        failing.setattr(served.service._prompts.sides, "_store", Mock(read=fail))
 
         def is_skipped() -> bool:
             if backend.batch_exists_v2(names, wants).kv_hit_pages == 0:
