@@ -6,16 +6,15 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch.errors import KVFetchError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin.seams import GATE, REGISTERED_NAMES, check_name, check_seams, has, install, installed_seams
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.plugin.weight_updates import Access
-    from sgl_kvfetch.status import Audits
+    from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 
 logger = logging.getLogger(__name__)
 
@@ -32,37 +31,10 @@ def is_chosen(memory: Any) -> bool:
     return is_linker or memory.hicache_storage_backend == BACKEND
 
 
-class HookedLinker(Protocol):
-    """What hooks ask of device mode's linker, `device.linker.KVFetchLinker`, which says what each method does. Hooks
-    are there without our backend, too, and must not import that module: it would load all of the plugin."""
-
-    is_kvfetch: bool = True  # hooks recognise the linker by this
-
-    @property
-    def access(self) -> Access | None: ...
-    @property
-    def threshold_tokens(self) -> int: ...
-    @property
-    def audits(self) -> Audits | None: ...
-
-    def arrive(self, req: Any, tree: Any, span: Any = None, *, is_idle: bool = False) -> None: ...
-    def is_parked(self, handle: Any) -> bool: ...
-    def take_changed(self) -> list[Any]: ...
-    def retain(self, rids: Collection[str]) -> None: ...
-    def leave(self, req: Any) -> None: ...
-    def hold_back(self, free_tokens: Callable[[], float]) -> None: ...
-    def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Any]: ...
-    def batch_ended(self, batch: Any, now_s: float) -> None: ...
-    def stop_using_pool(self) -> None: ...
-    def leave_gpu(self) -> None: ...
-    def attach(self, backend: str, extra_config: str | None, policies: Sequence[str | None]) -> tuple[bool, str]: ...
-    def detach(self) -> None: ...
-    def clear(self) -> bool: ...
-
-
-def linker_of(cache: Any) -> HookedLinker | None:
-    """Return our linker of a radix cache, or None."""
-    linker: HookedLinker | None = getattr(getattr(cache, "linker", None), "cache_linker", None)
+def linker_of(cache: Any) -> KVFetchLinker | None:
+    """Return our linker of a radix cache, or None. Hooks are there without our backend, too, so this must not import
+    the linker, which would load all of the plugin."""
+    linker: KVFetchLinker | None = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if getattr(linker, "is_kvfetch", False) else None
 
 

@@ -28,6 +28,7 @@ class Linker:
     is_kvfetch = True
 
     def __init__(self) -> None:
+        self.prefixes = self
         self.parked: set[int] = set()
         self.changed: list[int] = []
         self.arrived: list[int] = []
@@ -51,8 +52,8 @@ class Linker:
     def arrive(self, request: Request, tree: Any, span: None, *, is_idle: bool) -> None:
         self.arrived.append(request.cache_request_handle)
 
-    def leave(self, request: Request) -> None:
-        self.gone.append(request.cache_request_handle)
+    def leave(self, rid: str) -> None:
+        self.gone.append(int(rid))
 
     def take_changed(self) -> list[int]:
         changed, self.changed = self.changed, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ from sgl_kvfetch.plugin.hooks import try_to_connect
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.prefill import PrefillMeter
-from sgl_kvfetch.plugin.register import BACKEND, HookedLinker
+from sgl_kvfetch.plugin.register import BACKEND
 from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access
@@ -55,17 +55,18 @@ class _Parts:
     access: Access
     plane: DataPlane
     board: Board
-    prefixes: Prefixes
     extra_config: str | None
     cache_bytes: int  # of the data plane's memory, for prompts that are kept
 
 
-class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
+class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """Loads what was staged, and offloads to the store. ``waiting_queue`` steps it, and parks requests for it.
 
     SGLang asks it for an arriving request in the same way as for one that it is about to admit: by `lookup`. For the
     first kind, `arrive` has to be what makes SGLang ask. All methods run on the scheduler's thread.
     """
+
+    is_kvfetch = True  # hooks recognise the linker by this
 
     def __init__(
         self,
@@ -100,7 +101,6 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self._offloads = Offloads(self._pages, pools, is_writer=is_writer)
         self._loads: dict[str, Load] = {}  # queued, by request id
         self._parts: _Parts | None = None
-        self._changed: list[Any] = []  # handles that were left when the store was detached
         self.connect((extra_config or {}).get("config"))
         atexit.register(self.close)
 
@@ -127,7 +127,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         access = Access(config)
         board = Board(self._agree if self._rank.tp_size > 1 else None)
         page_size = geometry.page_size
-        prefixes = Prefixes(
+        self.prefixes = Prefixes(
             plane,
             board,
             self.prefill_meter.speed,
@@ -141,7 +141,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self._loader.restores_code = True
         self._loader.attach(plane.memory, cache_bytes)
         self._offloads.connect(plane, access)
-        self._parts = _Parts(access, plane, board, prefixes, extra_config, cache_bytes)
+        self._parts = _Parts(access, plane, board, extra_config, cache_bytes)
         weight_updates.register_access(access, config.model_id)
         self._pages.log_memory()
         logger.info("kvfetch runs in device mode, through SGLang's linker")
@@ -169,8 +169,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        parts.prefixes.drop_all()
-        self._changed += parts.prefixes.take_changed()
+        self.prefixes.drop_all()
         self._offloads.disconnect()
         weight_updates.forget_access(parts.access)
         self._loader.detach()
@@ -202,9 +201,9 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         `lookup` for the rest. Other arguments as for `Prefixes.arrive`."""
         if self._parts is None or not self._parts.access.reads:
             return
-        if self._parts.prefixes.has(req.rid):  # SGLang has made a new list of those that wait
+        prefixes = self.prefixes
+        if prefixes.has(req.rid):  # SGLang has made a new list of those that wait
             return
-        prefixes = self._parts.prefixes
         self._arrive = lambda hashes, trailing: prefixes.arrive(req, hashes, span, is_idle=is_idle, trailing=trailing)
         try:
             req.init_next_round_input(tree, cow_mamba=False)
@@ -219,35 +218,12 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
     @property
     def threshold_tokens(self) -> int:
         """How many tokens are worth a lookup; 0 while no store is attached."""
-        return 0 if self._parts is None else self._parts.prefixes.threshold_pages * self._pages.geometry.page_size
+        return 0 if self._parts is None else self.prefixes.threshold_pages * self._pages.geometry.page_size
 
     @property
     def audits(self) -> Audits | None:
         """What audits have found; None before the first one."""
         return None if self._parts is None else self._parts.plane.audits
-
-    def is_parked(self, handle: Any) -> bool:
-        return self._parts is not None and self._parts.prefixes.is_parked(handle)
-
-    def take_changed(self) -> list[Any]:
-        """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
-        changed, self._changed = self._changed, []
-        return changed if self._parts is None else changed + self._parts.prefixes.take_changed()
-
-    def retain(self, rids: Collection[str]) -> None:
-        """Forget requests that are not among these: all that wait."""
-        if self._parts is not None:
-            self._parts.prefixes.retain(rids)
-
-    def leave(self, req: Any) -> None:
-        """Handle a request that no longer waits: it is admitted, or gone."""
-        if self._parts is not None:
-            self._parts.prefixes.leave(req.rid)
-
-    def hold_back(self, free_tokens: Callable[[], float]) -> None:
-        """Let requests wait whose staged pages have no room in the pool: see `Prefixes.hold_back`."""
-        if self._parts is not None:
-            self._parts.prefixes.hold_back(free_tokens)
 
     def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Any]:
         """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache.
@@ -256,7 +232,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self._loader.resume()
         if self._parts is None:
             return []
-        prefixes = self._parts.prefixes
+        prefixes = self.prefixes
         self._loader.attach(self._parts.plane.memory, self._parts.cache_bytes)  # of another one, if that has ended
         self._offloads.step(tree, lambda: math.inf if prefixes.has_held else wanted_tokens())
         return prefixes.step()
@@ -264,8 +240,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
     def batch_ended(self, batch: Any, now_s: float) -> None:
         """Note that SGLang has processed the result of a batch."""
         self.prefill_meter.finished(batch, now_s)
-        if self._parts is not None:
-            self._parts.prefixes.computed(batch.reqs)
+        self.prefixes.computed(batch.reqs)
 
     # Reading
 
@@ -277,7 +252,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
             self._arrive(hashes, self._pools.trailing(transfers))
             return []
         # Ranks have agreed on the number. SGLang asks for every length that could be loaded; it would take the longest.
-        num_pages = self._parts.prefixes.num_staged(rid, hashes)
+        num_pages = self.prefixes.num_staged(rid, hashes)
         return [num_pages] if num_pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -285,7 +260,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         parts = self._parts
         assert parts is not None
         transfer = _kv(transfers)
-        work, staged = parts.prefixes.take(rid, transfer.keys)
+        work, staged = self.prefixes.take(rid, transfer.keys)
         on_end = partial(self._unstage, parts.plane, work)
         side_transfers = _sides(transfers)
         pages = {page_hash: page for page, page_hash in enumerate(transfer.keys)} if side_transfers else {}
@@ -306,16 +281,14 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         if load is None:
             return False
         load.on_end(True)
-        if self._parts is not None:
-            self._parts.prefixes.end_load(rid)
+        self.prefixes.end_load(rid)
         return True
 
     def start_layer_wise_loading(self) -> int:
         if not self._loads:
             return -1
         loads, self._loads = self._loads, {}
-        if self._parts is not None:
-            self._parts.prefixes.begin_loads()
+        self.prefixes.begin_loads()
         return self._loader.begin(list(loads.values()))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -326,7 +299,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         if self._parts is None:
             return False
-        self._parts.prefixes.landed(_kv(transfers).keys)
+        self.prefixes.landed(_kv(transfers).keys)
         if not self._parts.access.writes:
             return False  # SGLang offers the pages again when they are used, perhaps to another store
         self._offloads.add(_sides(transfers))
@@ -356,8 +329,8 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self.stop_using_pool()
 
     def reset(self) -> None:
+        self.prefixes.drop_all()
         if self._parts is not None:
-            self._parts.prefixes.drop_all()
             self._parts.plane.flush()
         self._offloads.drop_all()
         for load in self._loads.values():

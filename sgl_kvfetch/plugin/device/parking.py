@@ -323,8 +323,7 @@ class Prefixes:
         prefix = self._prefixes.pop(rid)
         del self._staged_ones[rid]
         assert isinstance(prefix.state, Admissible)
-        if rid in self._taken:
-            self.end_load(rid)
+        self.end_load(rid)  # of an earlier request with this id
         self._taken[rid] = Admitted(prefix)
         first = prefix.hashes.index(hashes[0])
         return prefix.work, prefix.state.values.of_pages(range(first, first + len(hashes)), self._page_size)
@@ -341,8 +340,8 @@ class Prefixes:
 
     def end_load(self, rid: str) -> None:
         """Note that the pages of a request are in the tree, or will not be."""
-        prefix = self._taken.pop(rid).prefix
-        self._orphans += self._bring_no_more(prefix, prefix.hashes)
+        if (taken := self._taken.pop(rid, None)) is not None:  # or all have been dropped
+            self._orphans += self._bring_no_more(taken.prefix, taken.prefix.hashes)
 
     def leave(self, rid: str) -> None:
         """Handle a request that no longer waits. What was handed over is not affected."""

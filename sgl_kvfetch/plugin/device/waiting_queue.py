@@ -9,10 +9,13 @@ import bisect
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.register import BACKEND, HookedLinker, linker_of
+from sgl_kvfetch.plugin.register import BACKEND, linker_of
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 
 
 class WaitingQueue(list[Any]):
@@ -168,10 +171,15 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
         arrive(request)
     queue = scheduler.waiting_queue
     if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list
-        queue = WaitingQueue(linker.is_parked, queue, on_append=arrive, on_leave=linker.leave)
-        linker.retain({request.rid for request in queue})
-    linker.hold_back(partial(_free_tokens, scheduler))
-    for handle in linker.take_changed():
+        queue = WaitingQueue(
+            lambda handle: linker.prefixes.is_parked(handle),  # those of the store that is attached by then
+            queue,
+            on_append=arrive,
+            on_leave=lambda request: linker.prefixes.leave(request.rid),
+        )
+        linker.prefixes.retain({request.rid for request in queue})
+    linker.prefixes.hold_back(partial(_free_tokens, scheduler))
+    for handle in linker.prefixes.take_changed():
         queue.update(handle)
     return queue.form_batch(original, scheduler, *args, **kwargs)
 
@@ -199,7 +207,7 @@ def _runs(scheduler: Any) -> bool:
     return any(batch.reqs for batch in batches) or scheduler.chunked_req is not None
 
 
-def _arrive(scheduler: Any, linker: HookedLinker, request: Any) -> None:
+def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:
     """Let a request that was queued arrive."""
     span = span_of(request) if timeline.is_traced() else None
     queue = scheduler.waiting_queue

@@ -164,7 +164,7 @@ class Rig:
         return request
 
     def is_parked(self, request: Request) -> bool:
-        return self.linker.is_parked(request.cache_request_handle)
+        return self.linker.prefixes.is_parked(request.cache_request_handle)
 
     def step(self) -> None:
         self.cache.check_hicache_events()
@@ -199,7 +199,7 @@ class Rig:
                 loaded.append(count)
             else:
                 loaded.append(0)
-            self.linker.leave(request)  # the waiting queue
+            self.linker.prefixes.leave(request.rid)  # the waiting queue
         index = self.cache.ready_to_load_host_cache()
         counter = self.linker.layer_done_counter
         counter.set_consumer(index)

@@ -39,7 +39,7 @@ def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
     request = arrive_until(rig, moment, prompt(0))
     rig.step()
     assert own_metric("sgl_kvfetch_parked_requests") == (moment != "staged")
-    rig.linker.leave(request)
+    rig.linker.prefixes.leave(request.rid)
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     rig.assert_nothing_held()
     assert own_metric("sgl_kvfetch_parked_requests") == 0
@@ -53,7 +53,7 @@ def test_an_abort_of_a_request_that_waits_for_memory(make: MakeRig) -> None:
     second = rig.arrive(prompt(1))
     rig.settle(lambda: bool(rig.service._stager._turns._waiting))
     for request in (second, first):
-        rig.linker.leave(request)
+        rig.linker.prefixes.leave(request.rid)
     rig.assert_nothing_held()
 
 
@@ -69,7 +69,7 @@ def test_a_flush_ends_what_is_under_way(rig: Rig, moment: str) -> None:
     assert own_metric("sgl_kvfetch_device_requests_total", end="flushed") == flushed + is_parked
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     assert not rig.is_parked(request)
-    assert request.cache_request_handle in rig.linker.take_changed()
+    assert request.cache_request_handle in rig.linker.prefixes.take_changed()
     assert rig.cache.ready_to_load_host_cache() == -1
     rig.assert_nothing_held()
     assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
@@ -90,7 +90,7 @@ def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) 
         assert rig.linker.cancel_queued_load(request.rid)
         rig.flush()
     elif is_aborted:
-        rig.linker.leave(request)
+        rig.linker.prefixes.leave(request.rid)
     elif moment == "admitted":
         rig.linker.layer_done_counter.set_consumer(rig.cache.ready_to_load_host_cache())
         for layer in range(len(rig.pool.k_buffer)):
@@ -103,7 +103,7 @@ def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) 
         assert rig.holds(prompt(0), 32)
     second = rig.arrive(prompt(0, 9))
     rig.await_unparked(second)  # at once, while the data plane ends, or when the next one serves
-    rig.linker.leave(second)
+    rig.linker.prefixes.leave(second.rid)
     rig.await_switch()
     rig.flush()
     assert rig.fetch(prompt(0)) == 0
@@ -141,7 +141,7 @@ def test_all_requests_behind_a_store_that_hangs_go_on_at_one_deadline(make: Make
     rig.await_unparked(*requests)
     assert rig.admit(*requests[:3]) == [0, 0, 0]
     for request in requests[3:]:
-        rig.linker.leave(request)
+        rig.linker.prefixes.leave(request.rid)
     rig.store.reads.is_open = True
     rig.assert_nothing_held()
 
@@ -169,7 +169,7 @@ def test_pages_of_other_adapters_are_not_loaded(rig: Rig) -> None:
     rig.await_unparked(request)
     request.init_next_round_input(rig.cache)
     assert request.host_hit_length == 0
-    rig.linker.leave(request)
+    rig.linker.prefixes.leave(request.rid)
     rig.assert_nothing_held()
 
 

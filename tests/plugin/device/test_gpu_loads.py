@@ -175,8 +175,10 @@ def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(
 def staged_code(rig: Rig, tokens: list[int]) -> Any:
     """Return the cells of a prompt as they are staged for a request that then leaves."""
     request = rig.arrive_staged(tokens)
-    cells = rig.parts.prefixes._prefixes[request.rid].state.values.code.cells.copy()
-    rig.linker.leave(request)
+    code = rig.linker.prefixes._prefixes[request.rid].state.values.code
+    assert code is not None
+    cells = code.cells.copy()
+    rig.linker.prefixes.leave(request.rid)
     rig.hear_plane()
     return cells
 
@@ -310,8 +312,8 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     assert gpu.lacks_memory == gpu.refuses_to_launch == 0
     rig.hear_plane()
     request = rig.arrive_staged(tokens)
-    assert request.rid in rig.parts.prefixes._prefixes
-    assert rig.parts.prefixes._prefixes[request.rid].state.values.code is None
+    assert request.rid in rig.linker.prefixes._prefixes
+    assert rig.linker.prefixes._prefixes[request.rid].state.values.code is None
     assert rig.admit(request) == [len(tokens)]
     assert request.discard_output_reason is None
     rig.assert_nothing_held()

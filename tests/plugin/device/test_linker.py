@@ -128,7 +128,7 @@ def test_followers_of_a_request_that_is_gone_look_again(make: MakeRig, when: str
     first, second = rig.arrive(shared), rig.arrive(shared)
     if when == "staged":
         rig.await_unparked(first)
-    rig.linker.leave(first)
+    rig.linker.prefixes.leave(first.rid)
     rig.store.reads.is_open = True
     rig.await_unparked(second)
     assert rig.admit(second) == [32]
@@ -174,7 +174,7 @@ def test_a_flush_ends_what_is_staged(make: MakeRig) -> None:
     request = rig.arrive(tokens)
     rig.flush()
     assert not rig.is_parked(request)
-    assert request.cache_request_handle in rig.linker.take_changed()
+    assert request.cache_request_handle in rig.linker.prefixes.take_changed()
     rig.store.reads.is_open = True
     assert rig.admit(request) == [0]
     rig.assert_nothing_held()
@@ -240,7 +240,7 @@ def test_detaching_lets_requests_go_and_attaching_serves_them_again(make: MakeRi
     rig.store.reads.is_open = True
     rig.linker.detach()
     assert not rig.is_parked(request)
-    assert request.cache_request_handle in rig.linker.take_changed()
+    assert request.cache_request_handle in rig.linker.prefixes.take_changed()
     assert rig.admit(request) == [0]
     rig.step()
     assert not rig.cache.linker.pending_offloads
@@ -274,17 +274,17 @@ def test_a_staged_request_is_held_back_while_the_pool_has_no_room_for_it(make: M
     tokens = rig.stored(prompt(0))
     request = rig.arrive_staged(tokens)
     needed = len(tokens) + 1 + 1 + PAGE  # the last token, which is always computed, a new one, and a page
-    rig.linker.hold_back(lambda: needed)
+    rig.linker.prefixes.hold_back(lambda: needed)
     assert rig.is_parked(request)
-    rig.linker.hold_back(lambda: needed + 1)
+    rig.linker.prefixes.hold_back(lambda: needed + 1)
     assert not rig.is_parked(request)
-    assert rig.linker.take_changed()[-2:] == [request.cache_request_handle] * 2
+    assert rig.linker.prefixes.take_changed()[-2:] == [request.cache_request_handle] * 2
     # Not for ever: others may go ahead only so often.
     for number in range(parking._MOST_AHEAD):
-        rig.linker.hold_back(lambda: 0)
+        rig.linker.prefixes.hold_back(lambda: 0)
         assert rig.is_parked(request)
-        rig.linker.leave(Request(f"other {number}", []))
-    rig.linker.hold_back(lambda: 0)
+        rig.linker.prefixes.leave(f"other {number}")
+    rig.linker.prefixes.hold_back(lambda: 0)
     assert not rig.is_parked(request)
     assert rig.admit(request) == [32]
     rig.assert_nothing_held()
@@ -294,11 +294,11 @@ def test_a_staged_request_is_not_held_back_if_nothing_else_runs(make: MakeRig) -
     rig = make()
     rig.stored(prompt(0))
     request = rig.arrive_staged(prompt(0))
-    rig.linker.hold_back(lambda: 0)
+    rig.linker.prefixes.hold_back(lambda: 0)
     assert rig.is_parked(request)
-    rig.linker.hold_back(lambda: math.inf)
+    rig.linker.prefixes.hold_back(lambda: math.inf)
     assert not rig.is_parked(request)
-    rig.linker.hold_back(lambda: 0)
-    rig.linker.leave(request)
+    rig.linker.prefixes.hold_back(lambda: 0)
+    rig.linker.prefixes.leave(request.rid)
     assert not rig.is_parked(request)
     rig.assert_nothing_held()

@@ -102,12 +102,13 @@ def memory_of(rig: Rig) -> MemoryCache:
 def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
     """Return a request that waits for admission, and the cells that it has."""
     request = rig.arrive_staged(tokens)
-    cells: np.ndarray = rig.parts.prefixes._prefixes[request.rid].state.values.code.cells
-    return request, cells
+    code = rig.linker.prefixes._prefixes[request.rid].state.values.code
+    assert code is not None
+    return request, code.cells
 
 
 def left(rig: Rig, request: Request) -> None:
-    rig.linker.leave(request)
+    rig.linker.prefixes.leave(request.rid)
     rig.hear_plane()
 
 

@@ -64,7 +64,7 @@ def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list
                     alive.append(request)
         if alive and alike.random() < 0.1:
             request = alive.pop(alike.randrange(len(alive)))
-            rig.linker.leave(request)
+            rig.linker.prefixes.leave(request.rid)
         if alike.random() < 0.05:
             rig.cache.evict(EvictParams(num_tokens=128))
         if alike.random() < 0.01:
@@ -75,7 +75,7 @@ def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     rig.store.reads.error = None
     for request in alive:
-        rig.linker.leave(request)
+        rig.linker.prefixes.leave(request.rid)
 
 
 def test_ranks_do_alike_while_they_switch(make: MakeRig) -> None:

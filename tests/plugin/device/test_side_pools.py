@@ -154,7 +154,7 @@ def test_a_request_that_leaves_frees_its_window(make: MakeRig) -> None:
     rig = make(window=WINDOW)
     tokens = rig.stored(prompt(0))
     request = rig.arrive_staged(tokens)
-    rig.linker.leave(request)
+    rig.linker.prefixes.leave(request.rid)
     rig.assert_nothing_held()
     assert rig.fetch(tokens) == 32
 
@@ -176,7 +176,7 @@ def test_ranks_that_staged_other_numbers_of_pages_load_nothing(make: MakeRig, nu
     make(window=WINDOW).stored(tokens := prompt(0))
     rig = make(window=WINDOW, agree=with_a_rank_that_has(num_theirs))
     request = rig.arrive_staged(tokens)
-    assert not rig.parts.prefixes.has(request.rid)
+    assert not rig.linker.prefixes.has(request.rid)
     assert rig.admit(request) == [0]
     assert rig.holds_window(tokens, WINDOW)
     rig.assert_nothing_held()

@@ -79,7 +79,7 @@ def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str, rea
     request = rig.arrive(prompt(0))
     if end == "missed":
         rig.await_unparked(request)
-    rig.linker.leave(request)
+    rig.linker.prefixes.leave(request.rid)
     rig.store.lookups.is_open = True
     kept.await_end(request.rid)
     assert kept.of(request.rid)["parked"].attributes == {"end": end, "reason": reason, "tokens": 0}
