@@ -46,6 +46,7 @@ from benchmarks.codec.kv_model import KVModel
 from benchmarks.real_model import prose, real_model
 from benchmarks.real_profile import real_profile
 from benchmarks.report import make_parser, no_traceback, whole_number
+from harness.store_process import StoreProcess
 from sgl_kvfetch.codec import CellValues, KltQuantiser, Quantiser, load_profile
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
@@ -318,8 +319,13 @@ async def audit_cost(model: _Model, quantiser: Quantiser, num_audits: int) -> tu
         return found
 
     timing, unlimited = patch.object(audit, "compare", timed), patch.object(audit, "_MOST_BYTES", 1 << 40)
-    with tempfile.TemporaryDirectory(prefix="kvfetch-audits-") as folder, timing, unlimited:
-        config = parse_config({"store": f"file://{folder}"})
+    with (
+        tempfile.TemporaryDirectory(prefix="kvfetch-audits-") as folder,
+        StoreProcess(folder) as server,
+        timing,
+        unlimited,
+    ):
+        config = parse_config({"store": server.url})
         heads = model.heads(quantiser)
         client = open_client(config, heads, quantiser)
         parts = heads, quantiser, client.finder, client.fetcher

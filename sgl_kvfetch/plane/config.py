@@ -33,10 +33,9 @@ from sgl_kvfetch.codec.quant.registry import (
     make_quantiser,
     quantiser_from_identity,
 )
-from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import is_unicode
-from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token, takes_token
+from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token, open_remote, takes_token
 from sgl_kvfetch.stores.open import STORE_URLS
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from sgl_kvfetch.user_files import (
@@ -259,6 +258,11 @@ class KVFetchConfig(_Keys):
     @classmethod
     def _one_url(cls, value: object) -> object:
         scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
+        if scheme == "file":
+            raise ValueError(
+                "a directory belongs to one process, and each rank opens the store: run `kvfetch serve "
+                f"{rest or 'DIRECTORY'} --port 8700`, and use http://127.0.0.1:8700"
+            )
         if scheme not in STORE_URLS or not rest:
             lacks_scheme = isinstance(value, str) and value and "://" not in value
             hint = f"; is it http://{value}?" if lacks_scheme else ""
@@ -281,7 +285,7 @@ class KVFetchConfig(_Keys):
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
-                    raise ValueError(f"{key} is for s3:// stores; kvfetch serve and directories need none")
+                    raise ValueError(f"{key} is for s3:// stores; kvfetch serve needs none")
         return self
 
     @property
@@ -390,7 +394,7 @@ def check_files(config: KVFetchConfig) -> None:
     config.store_keys()
     tls = tls_files(config)
     tls.context()
-    open_store(config.store, token=config.store_token(), options=HttpOptions(tls=tls), s3=s3_options(config))
+    open_remote(config.store, token=config.store_token(), options=HttpOptions(tls=tls), s3=s3_options(config))
 
 
 def tls_files(config: KVFetchConfig) -> TlsFiles:

@@ -19,11 +19,10 @@ from typing import TypeAlias
 import msgspec
 
 from sgl_kvfetch.codec import StoreKeys, load_profile
-from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
 from sgl_kvfetch.log import brief, one_line, printable
 from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
-from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, list_profiles, read_profile
+from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, list_profiles, open_remote, read_profile
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ class TakenProfile(msgspec.Struct, frozen=True):
 
 
 def open_profile_store(config: KVFetchConfig) -> AdminStore:
-    """Open the store that a config names, for its profiles: without its local cache. Raises ConfigError."""
-    return open_store(
+    """Open the store that a config names, for its profiles. Raises ConfigError."""
+    return open_remote(
         config.store,
         token=config.store_token(),
         options=HttpOptions(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CodedSegment, Decoders, EncodedSegment, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream.registry import writers_resolution
-from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss
@@ -42,28 +41,24 @@ _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 
 
 def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], None] = lambda num_bytes: None) -> Store:
-    """Open the store that the config names, and count its retries and the index's failures.
-    Raises ConfigError. ``on_received``: as for `HedgedStore`."""
-    store: Store
-    if config.store.startswith("file:"):
-        store = open_store(config.store, token=config.store_token())  # reads of a directory are not hedged
-    else:
-        store = open_hedged(
-            config.store,
-            token=config.store_token(),
-            options=HttpOptions(
-                timeout_s=config.fetch_timeout_s,
-                connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-                max_connections=config.max_connections,
-                on_retry=lambda error: metrics.RETRIES.inc(),
-                tls=replace(tls_files(config), on_ends=metrics.note_certificates),
-            ),
-            s3=replace(
-                s3_options(config),
-                on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
-            ),
-            on_received=on_received,
-        )
+    """Open the store that the config names, and count its retries and the index's failures. Raises ConfigError.
+    ``on_received``: as for `HedgedStore`."""
+    store = open_hedged(
+        config.store,
+        token=config.store_token(),
+        options=HttpOptions(
+            timeout_s=config.fetch_timeout_s,
+            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+            max_connections=config.max_connections,
+            on_retry=lambda error: metrics.RETRIES.inc(),
+            tls=replace(tls_files(config), on_ends=metrics.note_certificates),
+        ),
+        s3=replace(
+            s3_options(config),
+            on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
+        ),
+        on_received=on_received,
+    )
     return with_keys(store, config.fresh_keys())
 
 

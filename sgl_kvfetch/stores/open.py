@@ -1,4 +1,4 @@
-"""Open a store by its URL: one that other machines share. `directory.open_store` also opens a directory."""
+"""Open a store by its URL: one that several processes share. `directory.open_store` also opens a directory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, Token
 
-# The form of a store's URL, by its scheme. `directory.open_store` opens the last one.
-STORE_URLS = {
-    "http": "http://HOST:PORT",
-    "https": "https://HOST:PORT",
-    "s3": "s3://BUCKET/PREFIX",
-    "file": "file:///DIRECTORY",
-}
+# The form of a store's URL, by its scheme.
+STORE_URLS = {"http": "http://HOST:PORT", "https": "https://HOST:PORT", "s3": "s3://BUCKET/PREFIX"}
+_SCHEMES = {*STORE_URLS, "file"}  # `directory.open_store` opens the last one
 # Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
 _SPARE_CONNECTIONS = 8
 
@@ -41,8 +37,9 @@ def split_store_url(url: str) -> SplitResult:
         _ = parts.port
     except ValueError as e:
         raise ConfigError(f"store URL {url!r} is malformed: {e}") from e
-    if parts.scheme not in STORE_URLS:
-        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(STORE_URLS.values())}")
+    if parts.scheme not in _SCHEMES:
+        forms = " or ".join((*STORE_URLS.values(), "file:///DIRECTORY"))
+        raise ConfigError(f"store URL {url!r} is not supported; expected {forms}")
     return parts
 
 

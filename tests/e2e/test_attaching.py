@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
+from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from tests.e2e.shared import Shared, attach, detach
 
@@ -39,27 +40,28 @@ def _hit_after_flush(server: SGLangServer) -> Generation:
     return last[-1]
 
 
-def test_attached_at_run_time_and_read_by_another_server(model: Path, host: Shared, tmp_path: Path) -> None:
-    store = f"file://{tmp_path / 'store'}"
+def test_attached_at_run_time_and_read_by_another_server(
+    model: Path, host: Shared, store: StoreProcess, tmp_path: Path
+) -> None:
     with host.detached() as server:
         with pytest.raises(ServerError, match=r"status 400[\s\S]*codek"):
-            _attach(server, store, codek="hevc")
+            _attach(server, store.url, codek="hevc")
         computed = server.generate(input_ids=PROMPT)
         assert computed.cached_tokens == 0
         server.flush()
-        assert "attached" in _attach(server, store)
+        assert "attached" in _attach(server, store.url)
         assert server.generate(input_ids=PROMPT).output_ids == computed.output_ids
         assert _hit_after_flush(server).output_ids == computed.output_ids
         assert "detached" in detach(server)
         server.flush()
         assert server.generate(input_ids=PROMPT).cached_tokens == 0
         server.flush()
-        assert "attached" in _attach(server, store)
+        assert "attached" in _attach(server, store.url)
         assert _stored(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
         detach(server)
 
     # With flags that change no values.
-    args = hicache_args(store, layout="page_first", io_backend="kernel")
+    args = hicache_args(store.url, layout="page_first", io_backend="kernel")
     args += ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
     args += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
     with SGLangServer(model, extra_args=args, log_path=tmp_path / "second.log") as server:
@@ -70,11 +72,12 @@ def test_attached_at_run_time_and_read_by_another_server(model: Path, host: Shar
         assert "sglang" in server.metrics()
 
 
-def test_new_weights_are_never_served_pages_of_old_ones(model: Path, other_model: Path, tmp_path: Path) -> None:
+def test_new_weights_are_never_served_pages_of_old_ones(
+    model: Path, other_model: Path, store: StoreProcess, tmp_path: Path
+) -> None:
     other = str(other_model)
-    store = f"file://{tmp_path / 'store'}"
     log_path = tmp_path / "server.log"
-    with SGLangServer(model, extra_args=hicache_args(store), admin_api_key="admin", log_path=log_path) as server:
+    with SGLangServer(model, extra_args=hicache_args(store.url), admin_api_key="admin", log_path=log_path) as server:
         old = server.generate(input_ids=PROMPT)
         _hit_after_flush(server)
         # Updates that SGLang refuses before it changes a weight.
@@ -97,13 +100,13 @@ def test_new_weights_are_never_served_pages_of_old_ones(model: Path, other_model
 
         assert "detached" in detach(server)
         with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
-            _attach(server, store)
+            _attach(server, store.url)
         # What the tree holds now may be of any weights.
         server.request("POST", "/update_weights_from_disk", {"model_path": other, "flush_cache": False})
         with pytest.raises(ServerError, match=r"status 400[\s\S]*flush it"):
-            _attach(server, store, model_id="other")
+            _attach(server, store.url, model_id="other")
         server.flush()
-        assert "attached" in _attach(server, store, model_id="other")
+        assert "attached" in _attach(server, store.url, model_id="other")
         server.flush()
         assert server.generate(input_ids=PROMPT).output_ids == new.output_ids
         assert _hit_after_flush(server).output_ids == new.output_ids

@@ -186,14 +186,15 @@ def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: P
     assert ask(server, make_prompt(0)).cached_tokens >= 0.9 * 640
 
     # Another store, which gets what was computed while there was none.
-    attach(server, f"file://{tmp_path / 'store'}")
-    assert attached(server) == "kvfetch"
-    with written(server, PAGES):
-        ask(server, make_prompt(0))
-    assert same_answer(fetch_again(server, 0), expected[0])
-    with pytest.raises(ServerError, match="another config"):
-        attach(server, link.url, **PATIENT)
-    detach(server)
+    with StoreProcess(tmp_path / "store") as store:
+        attach(server, store.url)
+        assert attached(server) == "kvfetch"
+        with written(server, PAGES):
+            ask(server, make_prompt(0))
+        assert same_answer(fetch_again(server, 0), expected[0])
+        with pytest.raises(ServerError, match="another config"):
+            attach(server, link.url, **PATIENT)
+        detach(server)
     link.set(None)
     attach(server, link.url, **PATIENT)
     assert same_answer(fetch_again(server, 1), expected[1])

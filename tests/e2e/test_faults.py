@@ -115,7 +115,6 @@ def test_one_byte_flipped_in_every_object(host: Shared, filled: Path, tmp_path: 
 
 
 def test_flipped_manifests_are_misses(host: Shared, filled: Path, tmp_path: Path, expected: Expected) -> None:
-    """The local store hands out what is in the directory, with no server before it to judge."""
     directory = tmp_path / "flipped"
     for path in filled.rglob("*.kv?"):
         data = bytearray(path.read_bytes())
@@ -123,7 +122,7 @@ def test_flipped_manifests_are_misses(host: Shared, filled: Path, tmp_path: Path
         target = directory / path.relative_to(filled)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-    with host.attached(f"file://{directory}", mode="read_only") as reader:
+    with StoreProcess(directory) as store, host.attached(store.url, mode="read_only") as reader:
         answer = ask(reader, make_prompt(0))
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[0])

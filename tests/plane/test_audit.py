@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from harness.metrics import own_metric
+from harness.serving import serving
 from harness.waiting import until
 from sgl_kvfetch.codec import SegmentReader
 from sgl_kvfetch.codec.container.pages import QuantisedPages, RawPages
@@ -51,6 +52,7 @@ class Bench:
     def __init__(
         self,
         folder: Path,
+        url: str,
         quantiser: Quantiser,
         config: dict[str, Any],
         *,
@@ -58,9 +60,9 @@ class Bench:
         writer: str = "",
         share: float = 1.0,
     ) -> None:
-        """``writer``: its machine."""
+        """``url``: of the store in ``folder``. ``writer``: its machine."""
         self.heads = replace(make_heads(GEOMETRY, quantiser), labels=Labels(writer=writer))
-        parsed = parse_config({"store": f"file://{folder}"} | config)
+        parsed = parse_config({"store": url} | config)
         self.client: StoreClient = open_client(parsed, self.heads, quantiser)
         parts = quantiser, self.client.finder, self.client.fetcher
         self.auditor = Auditor(
@@ -111,12 +113,13 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
     def build(quantiser: Quantiser, config: dict[str, Any] | None = None, **options: Any) -> Bench:
-        made.append(Bench(tmp_path / "store", quantiser, config or {}, **options))
+        made.append(Bench(tmp_path / "store", url, quantiser, config or {}, **options))
         return made[-1]
 
-    yield build
-    for each in made:
-        await each.close()
+    with serving(tmp_path / "store") as url:
+        yield build
+        for each in made:
+            await each.close()
 
 
 def results() -> dict[str, float]:

@@ -14,7 +14,7 @@ from tests.segments import SMALL, make_heads
 
 NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 COMMANDS: list[m.Command] = [
-    m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None, pool=(m.Place(0, 64, (2, 4), (4, 1)),)),
+    m.Start({"store": "http://kv"}, NAMESPACE, 0, 2, 1, None, pool=(m.Place(0, 64, (2, 4), (4, 1)),)),
     m.Stage(1, b"h" * 64, is_idle=True, is_read_ahead=True, trailing={"swa": 4, "indexer": 0}),
     m.FetchPages(2, b"h" * 32, (7,), 1.5, is_last=True),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),

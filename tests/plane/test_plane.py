@@ -1,4 +1,4 @@
-"""Tests of a data plane in a separate process, with a store in a directory, including the death of that process."""
+"""Tests of a data plane in a separate process, including its death."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ def launcher() -> Launcher:
 
 
 @pytest.fixture
-def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
-    plane = open_plane(tmp_path, launcher)
+def plane(url: str, launcher: Launcher) -> Iterator[DataPlane]:
+    plane = open_plane(url, launcher)
     yield plane
     plane.close()
     for each in launcher.started:
         assert each.join(WAIT_S)
 
 
-def open_plane(directory: Path, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
+def open_plane(url: str, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
     no_audits = {"audit_share": 0}  # which hits they cut is drawn
-    settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | no_audits | config
+    settings = {"store": url, "codec": "zstd"} | patient | no_audits | config
     start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
     return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
 
@@ -134,7 +134,7 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
 
 
 def test_what_a_calibration_has_left_is_deleted_by_any_data_plane(
-    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where nobody uses "quantiser": "auto" any more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -143,7 +143,7 @@ def test_what_a_calibration_has_left_is_deleted_by_any_data_plane(
     (left / "unfinished").touch()
     for path in (left / "unfinished", left):
         os.utime(path, (time.time() - 8 * 86400,) * 2)
-    plane = open_plane(tmp_path / "store", launcher)
+    plane = open_plane(url, launcher)
     wait_until(lambda: not left.exists())
     plane.close()
 
@@ -193,13 +193,11 @@ def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, mon
     assert fetch(plane, hashes[:8])[0] == 8
 
 
-def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(
-    plane: DataPlane, tmp_path: Path, launcher: Launcher
-) -> None:
+def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(plane: DataPlane, url: str, launcher: Launcher) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     namespace, geometry = make_heads(SMALL, make_quantiser("exact")).namespace, replace(SMALL, num_heads=1)
-    half = DataPlane(Start({"store": f"file://{tmp_path}"}, namespace, 1, 2, 0, None), geometry, launcher)
+    half = DataPlane(Start({"store": url}, namespace, 1, 2, 0, None), geometry, launcher)
     try:
         assert look_up(half, hashes).num_pages == NUM_PAGES
         half.clear()
@@ -303,9 +301,9 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
     wait_until(lambda: not plane._run._room._taken)
 
 
-def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+def test_an_impossible_config_is_refused(url: str, tmp_path: Path, launcher: Launcher) -> None:
     with pytest.raises(ConfigError, match="token-file"):
-        open_plane(tmp_path, launcher, token_file=str(tmp_path / "token-file"))
+        open_plane(url, launcher, token_file=str(tmp_path / "token-file"))
     assert launcher.started[0].join(WAIT_S)
     assert not [t for t in threading.enumerate() if t.name == "kvfetch-data"]
 
@@ -419,12 +417,12 @@ def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, lau
     wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) >= 2)
 
 
-def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launcher: Launcher) -> None:
+def test_pages_that_are_lost_with_a_data_plane_are_counted(launcher: Launcher) -> None:
     dropped = metrics.WRITTEN_PAGES.labels("dropped_data_plane")._value
     before = dropped.get()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a store that never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        plane = open_plane(tmp_path, launcher, store=url, fetch_timeout_s=600)
+        plane = open_plane(url, launcher, fetch_timeout_s=600)
         assert write(plane, page_hashes(NUM_PAGES)) == NUM_PAGES
         launcher.signal(signal.SIGKILL)
         wait_until(lambda: dropped.get() == before + NUM_PAGES and plane.num_losses == 1)
@@ -524,14 +522,14 @@ def test_an_unused_spare_data_plane_ends_with_the_others(
 
 
 def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantiser(
-    tmp_path: Path, launcher: Launcher, plane: DataPlane
+    url: str, launcher: Launcher, plane: DataPlane
 ) -> None:
     hashes, others = page_hashes(NUM_PAGES), page_hashes(NUM_PAGES, "other")
     store(plane, hashes)
     restarts, losses = own_metric("sgl_kvfetch_data_plane_restarts_total"), plane.num_losses
     plane.show_prompts([[b"prompt"]])
     assert write(plane, others) == NUM_PAGES
-    plane.switch(lambda: start_by_uint8(tmp_path))
+    plane.switch(lambda: start_by_uint8(url))
     assert plane.num_losses == losses + 1
     assert look_up(plane, hashes) == Found(ANY, reason=Reason.DATA_PLANE)  # at once, while it ends
     assert fetch_found(plane, hashes) == 0
@@ -542,14 +540,14 @@ def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantise
     assert own_metric("sgl_kvfetch_data_plane_restarts_total") == restarts
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: look_up(plane, hashes).num_pages == NUM_PAGES)  # the next one has the same quantiser
-    former = open_plane(tmp_path, launcher)
+    former = open_plane(url, launcher)
     assert look_up(former, others).num_pages == NUM_PAGES
     former.close()
 
 
-def start_by_uint8(directory: Path) -> Start:
+def start_by_uint8(url: str) -> Start:
     heads = make_heads(SMALL, make_quantiser("uint8"))
-    settings = {"store": f"file://{directory}", "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
+    settings = {"store": url, "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
     return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None)
 
 
@@ -562,7 +560,7 @@ def store_again(plane: DataPlane, hashes: Sequence[bytes]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 def test_a_data_plane_that_dies_or_hangs_at_the_switch(
-    tmp_path: Path,
+    url: str,
     launcher: Launcher,
     plane: DataPlane,
     monkeypatch: pytest.MonkeyPatch,
@@ -576,23 +574,23 @@ def test_a_data_plane_that_dies_or_hangs_at_the_switch(
         if does_signal:
             launcher.signal(number)
         else:
-            plane.switch(lambda: start_by_uint8(tmp_path))
+            plane.switch(lambda: start_by_uint8(url))
     store_again(plane, hashes)
-    assert plane._start == start_by_uint8(tmp_path)
+    assert plane._start == start_by_uint8(url)
 
 
-def test_a_switch_while_a_data_plane_is_restarted(tmp_path: Path, launcher: Launcher, plane: DataPlane) -> None:
+def test_a_switch_while_a_data_plane_is_restarted(url: str, launcher: Launcher, plane: DataPlane) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: len(launcher.started) >= 2)  # which is started by the former quantiser
-    plane.switch(lambda: start_by_uint8(tmp_path))
+    plane.switch(lambda: start_by_uint8(url))
     store_again(plane, hashes)
-    assert plane._start == start_by_uint8(tmp_path)
+    assert plane._start == start_by_uint8(url)
 
 
 def test_a_switch_goes_on_until_a_data_plane_serves(
-    tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
+    url: str, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a store that does not give the profile, a config that is refused, and a process that dies."""
     asked: list[None] = []
@@ -601,7 +599,7 @@ def test_a_switch_goes_on_until_a_data_plane_serves(
         asked.append(None)
         if len(asked) == 1:
             raise StoreError("refused", "no profile for now")
-        start = start_by_uint8(tmp_path)
+        start = start_by_uint8(url)
         return msgspec.structs.replace(start, version=0) if len(asked) == 2 else start
 
     plane.switch(make)
@@ -614,15 +612,15 @@ def test_a_switch_goes_on_until_a_data_plane_serves(
 
 
 def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
-    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    url: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane_module, "CLOSE_S", 0.1)  # the thread still waits for the store
-    plane, asked, closed = open_plane(tmp_path, launcher), threading.Event(), threading.Event()
+    plane, asked, closed = open_plane(url, launcher), threading.Event(), threading.Event()
 
     def make() -> Start:
         asked.set()
         assert closed.wait(WAIT_S)
-        return start_by_uint8(tmp_path)
+        return start_by_uint8(url)
 
     plane.switch(make)
     assert asked.wait(WAIT_S)
@@ -633,13 +631,13 @@ def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
 
 
 def test_the_gauges_of_a_killed_data_plane_go_with_it(
-    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise SGLang's metrics would show its queue for ever."""
     metrics = tmp_path / "metrics"
     metrics.mkdir()
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics))
-    plane = open_plane(tmp_path, launcher)
+    plane = open_plane(url, launcher)
     try:
         process = launcher.started[0].process
         gauges = metrics / f"gauge_livesum_{process.pid}.db"
@@ -651,7 +649,7 @@ def test_the_gauges_of_a_killed_data_plane_go_with_it(
 
 
 def test_closing_does_not_mind_gauges_that_another_thread_removes(
-    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever joins a data plane removes them: the thread that closes it, and the one that watches it."""
 
@@ -660,7 +658,7 @@ def test_closing_does_not_mind_gauges_that_another_thread_removes(
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr("prometheus_client.multiprocess.mark_process_dead", remove)
-    open_plane(tmp_path, launcher).close()
+    open_plane(url, launcher).close()
     assert launcher.started[0].join(WAIT_S)
 
 
@@ -668,15 +666,15 @@ def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:
     return launcher.started[-1].process is not process
 
 
-def test_the_data_plane_ends_with_its_engine(tmp_path: Path) -> None:
+def test_the_data_plane_ends_with_its_engine() -> None:
     """The engine may end in any way; here it is killed."""
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom tests.plane.test_plane import Launcher, open_plane\n"
-        "launcher = Launcher()\nplane = open_plane(Path(sys.argv[1]), launcher)\n"
+        "import time\nfrom tests.plane.test_plane import Launcher, open_plane\n"
+        "launcher = Launcher()\nplane = open_plane('http://nowhere', launcher)\n"
         "print(launcher.started[0].process.pid, flush=True)\ntime.sleep(600)\n"
     )
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, text=True) as engine:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())

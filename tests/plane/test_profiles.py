@@ -37,8 +37,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> KVFetchConfig:
-    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "klt"})
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KVFetchConfig:
+    """Of a store in a directory, which these tests open without a server."""
+    config, opened = parse_config({"store": "http://store:8700", "quantiser": "klt"}), profiles.open_profile_store
+
+    def open_store(asked: KVFetchConfig) -> AdminStore:
+        return LocalStore(tmp_path / "store") if asked.store == config.store else opened(asked)
+
+    monkeypatch.setattr(profiles, "open_profile_store", open_store)
+    return config
 
 
 def fits(path: str) -> None:

@@ -103,16 +103,12 @@ def fetched(plane: DataPlane, mode: str, hashes: list[bytes], timeout_s: float) 
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
-def test_a_fetch_is_answered_and_the_next_one_is_well(
-    backend: tuple[StoreProcess, Path], tmp_path: Path, mode: str
-) -> None:
+def test_a_fetch_is_answered_and_the_next_one_is_well(backend: tuple[StoreProcess, Path], mode: str) -> None:
     process, ca = backend
     balancer, launcher = Balancer(process.port), Launcher()
     url, tls = f"https://127.0.0.1:{balancer.port}", {"ca_file": str(ca)}
     staging_bytes = 64 << 20 if mode == "device" else 0
-    plane = open_plane(
-        tmp_path, launcher, staging_bytes=staging_bytes, store=url, tls=tls, fetch_timeout_s=2, lookup_timeout_s=5
-    )
+    plane = open_plane(url, launcher, staging_bytes=staging_bytes, tls=tls, fetch_timeout_s=2, lookup_timeout_s=5)
     try:
         hashes = page_hashes(NUM_PAGES, mode)
         store(plane, hashes)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -87,9 +86,9 @@ def test_that_computing_is_sooner_is_told_before_what_a_lookup_noted() -> None:
     assert shortfall([]) == ""
 
 
-def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(tmp_path: Path, launcher: Launcher) -> None:
+def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(url: str, launcher: Launcher) -> None:
     hashes = page_hashes(NUM_PAGES)
-    with closing(open_plane(tmp_path, launcher, staging_bytes=NUM_PAGES * SMALL.page_bytes)) as plane:
+    with closing(open_plane(url, launcher, staging_bytes=NUM_PAGES * SMALL.page_bytes)) as plane:
         store(plane, hashes)
         stagings: list[Future[StagedValues]] = [Future() for _ in range(3)]
         works = [plane.stage(hashes, each.set_result) for each in stagings]
@@ -148,7 +147,7 @@ class Turns:
     """Stagings that take turns, and the order in which they got theirs. 16 pages share the link."""
 
     def __init__(self, room: Room, pool_share: float = 1.0) -> None:
-        config = parse_config({"store": "file:///kv", "model_id": "m", "device": {"pool_share": pool_share}})
+        config = parse_config({"store": "http://kv", "model_id": "m", "device": {"pool_share": pool_share}})
         self.turns = _Turns(config, replace(SMALL, page_size=8192 // 16), room)
         self.began: list[Waiting] = []
         self.tasks = Tasks()

@@ -15,7 +15,7 @@ from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
 from tests.plugin.backends import Make, make_pool, storage_config
-from tests.plugin.planes import Served
+from tests.plugin.planes import Served, store_in
 from tests.segments import make_heads
 
 
@@ -54,7 +54,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         monkeypatch.setattr(store, "_LINGER_S", linger_s)
         patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
         no_audits = {"audit_share": 0}  # which hits they cut is drawn
-        extra = {"store": f"file://{tmp_path}", "codec": "zstd"} | patient | no_audits | config
+        extra = {"store": url, "codec": "zstd"} | patient | no_audits | config
         place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost), pp_size=stages)
         made.append(KVFetchStorage(place, pool or make_pool()))
         for name, side in (sides or {}).items():
@@ -62,6 +62,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         made[-1].on_host_pools_registered()
         return made[-1]
 
-    yield build
-    for backend in made:
-        backend.close()
+    with store_in(tmp_path, monkeypatch) as url:
+        yield build
+        for backend in made:
+            backend.close()

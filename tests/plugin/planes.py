@@ -1,4 +1,5 @@
-"""Data planes on threads of the test's process, so that tests can inspect them. Values go through shared memory."""
+"""Data planes on threads of the test's process, so that tests can inspect them. Values go through shared memory, and
+the store is a directory of the process, without a server."""
 
 from __future__ import annotations
 
@@ -6,20 +7,51 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane import DataPlane
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane import DataPlane, store as plane_store
 from sgl_kvfetch.plane.process import Line
 from sgl_kvfetch.plane.protocol import Start
 from sgl_kvfetch.plane.service import Service, run_data_plane
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
+from sgl_kvfetch.stores.open import open_hedged
 
 R = TypeVar("R")
+
+
+class _Client(WrappedStore):
+    """One of several users of a store, which stays open."""
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        return await self._store.lookup(namespace, page_hashes)
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        return await self._store.get(name, start, length)
+
+    async def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def store_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Open a directory for all data planes of this process. Yield the URL that their configs have."""
+    url, store = "http://directory", LocalStore(directory)
+
+    def opened(asked: str, **options: Any) -> Store:
+        return _Client(store) if asked == url else open_hedged(asked, **options)
+
+    monkeypatch.setattr(plane_store, "open_hedged", opened)
+    yield url
+    asyncio.run(store.close())
 
 
 def start_by_uint8(plane: DataPlane) -> Start:

@@ -9,7 +9,7 @@ from sgl_kvfetch.plugin.weight_updates import Access
 
 
 def make(**config: Any) -> Access:
-    return Access(parse_config({"store": "file:///store", **config}))
+    return Access(parse_config({"store": "http://store", **config}))
 
 
 @pytest.mark.parametrize(

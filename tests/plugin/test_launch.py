@@ -202,7 +202,7 @@ for line in lines:
 
 
 def test_pages_have_64_tokens_where_nobody_chooses(run: Run, tmp_path: Path) -> None:
-    ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
+    ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": "http://nowhere"})]
     host = [*ours, "--enable-hierarchical-cache"]
     device = ours if HAS_LINKER else host
     sizes = {

@@ -78,7 +78,7 @@ def test_the_config_of_a_bucket_is_checked() -> None:
     [
         ({"store": "http://kv:99999"}, "'http://kv:99999' is malformed: Port out of range"),
         ({"store": "http://me:secret@kv:8700"}, "must not contain a user or a password"),
-        ({"store": "file://kv/store"}, "needs an absolute path"),
+        ({"store": "file:///kv"}, "run `kvfetch serve /kv --port 8700`, and use http://127.0.0.1:8700"),
     ],
 )
 def test_the_store_is_checked_before_a_model_is_loaded(extra: dict[str, str], message: str) -> None:

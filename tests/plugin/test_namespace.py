@@ -69,7 +69,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, Bag]:
 
 
 def _model(**config: Any) -> str:
-    parsed = parse_config({"store": "file:///nowhere"} | config)
+    parsed = parse_config({"store": "http://nowhere"} | config)
     place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
     return engine_heads(parsed, make_quantiser("exact"), place, GEOMETRY, 0).namespace.model
 
@@ -96,7 +96,7 @@ def test_ranks_of_any_tp_size_share_a_namespace(
     monkeypatch.setattr(get_context(), "_server_args", object())
     model = SimpleNamespace(get_total_num_kv_heads=lambda: model_heads)
     monkeypatch.setattr(ModelConfig, "from_server_args", lambda server_args: model)
-    config = parse_config({"store": "file:///nowhere", "model_id": "mine"})
+    config = parse_config({"store": "http://nowhere", "model_id": "mine"})
     geometry = replace(GEOMETRY, num_heads=rank_heads)
     place = SimpleNamespace(tp_rank=tp_rank, tp_size=tp_size, is_mla_model=False)
     heads = engine_heads(config, make_quantiser("exact"), place, geometry, 0)
@@ -105,7 +105,7 @@ def test_ranks_of_any_tp_size_share_a_namespace(
 
 
 def test_the_label_is_the_served_name_and_no_part_of_the_namespace(flags: dict[str, Bag]) -> None:
-    config = parse_config({"store": "file:///nowhere", "model_id": "mine"})
+    config = parse_config({"store": "http://nowhere", "model_id": "mine"})
     place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
     heads = engine_heads(config, make_quantiser("exact"), place, GEOMETRY, 0)
     assert heads.labels == Labels("org/model")
@@ -118,7 +118,7 @@ def test_the_label_is_the_served_name_and_no_part_of_the_namespace(flags: dict[s
 def test_flags_that_count_are_in_the_label(flags: dict[str, Bag]) -> None:
     flags["model"].kv_cache_dtype = "fp8_e5m2"
     flags["model"].json_model_override_args = '{"b": 1,  "a": [2]}'
-    config = parse_config({"store": "file:///nowhere", "model_id": "mine"})
+    config = parse_config({"store": "http://nowhere", "model_id": "mine"})
     place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
     labels = engine_heads(config, make_quantiser("exact"), place, GEOMETRY, 0).labels
     assert labels.flags == 'json_model_override_args={"a":[2],"b":1}, kv_cache_dtype=fp8_e5m2'
@@ -126,7 +126,7 @@ def test_flags_that_count_are_in_the_label(flags: dict[str, Bag]) -> None:
 
 def test_klt_is_labelled_with_its_target(flags: dict[str, Bag]) -> None:
     profile = make_profile(num_layers=1, num_heads=1, head_dim=8, v_head_dim=8, cell_layers=1, cell_heads=1)
-    config = parse_config({"store": "file:///nowhere", "model_id": "mine", "profile": "p", "target_kl": 0.002})
+    config = parse_config({"store": "http://nowhere", "model_id": "mine", "profile": "p", "target_kl": 0.002})
     place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
     heads = engine_heads(config, KltQuantiser(profile, step=1.0), place, GEOMETRY, 0)
     assert heads.labels == Labels("org/model", "klt 2e-3")
@@ -316,7 +316,7 @@ def draft(flags: dict[str, Bag], tmp_path: Path) -> Bag:
 
 
 def _draft(**config: Any) -> str:
-    return draft_model(parse_config({"store": "file:///nowhere"} | config))
+    return draft_model(parse_config({"store": "http://nowhere"} | config))
 
 
 def test_draft_models_are_told_apart_by_their_weights(draft: Bag, tmp_path: Path) -> None:

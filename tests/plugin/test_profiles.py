@@ -18,7 +18,7 @@ from sgl_kvfetch.plugin import identity
 from sgl_kvfetch.plugin.identity import Alone, engine_config, engine_profile, with_profile
 
 WEIGHTS = "0" * 32
-CONFIG = parse_config({"store": "file:///kv", "quantiser": "klt"})
+CONFIG = parse_config({"store": "http://kv", "quantiser": "klt"})
 
 
 def fits(path: str) -> None:
@@ -111,13 +111,13 @@ def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_is_klt_with_a_profile_and_exact_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = parse_config({"store": "file:///kv", "quantiser": "auto", "target_kl": 1e-3})
+    auto = parse_config({"store": "http://kv", "quantiser": "auto", "target_kl": 1e-3})
     monkeypatch.setattr(identity, "take_profile", lambda *_: TakenProfile("/copy", "d", ""))
     found = with_profile(auto, WEIGHTS, "model", Alone(), fits)
-    assert found == parse_config({"store": "file:///kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3})
+    assert found == parse_config({"store": "http://kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3})
     monkeypatch.setattr(identity, "take_profile", lambda *_: None)
     assert with_profile(auto, WEIGHTS, "model", Alone(), fits) == parse_config(
-        {"store": "file:///kv", "quantiser": "exact"}
+        {"store": "http://kv", "quantiser": "exact"}
     )
 
 
@@ -132,7 +132,7 @@ def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixtu
 
 def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "take_profile", lambda *_: None)
-    with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish file:///kv, or set"):
+    with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish http://kv, or set"):
         with_profile(CONFIG, WEIGHTS, "/llama", Alone(), fits)
 
 

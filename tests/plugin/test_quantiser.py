@@ -30,7 +30,7 @@ GEOMETRY = KVGeometry(num_layers=3, num_heads=4, k_head_dim=16, v_head_dim=16, p
 @pytest.fixture
 def config(tmp_path: Path) -> KVFetchConfig:
     make_profile(cell_heads=2).save(tmp_path / "p")
-    return parse_config({"store": "file:///nowhere", "profile": str(tmp_path / "p")})
+    return parse_config({"store": "http://nowhere", "profile": str(tmp_path / "p")})
 
 
 def rank(index: int = 0, of: int = 1) -> SimpleNamespace:
@@ -86,7 +86,7 @@ def test_a_profile_is_of_the_layers_that_sglangs_pool_has(
         ModelLayer(),
     ]
     make_profile(cell_heads=2, layers=LayerMap(layers=tuple(kinds))).save(tmp_path / "p")
-    config = parse_config({"store": "file:///nowhere", "profile": str(tmp_path / "p")})
+    config = parse_config({"store": "http://nowhere", "profile": str(tmp_path / "p")})
     with pytest.raises(
         ConfigError, match=r"has the model's layers 1, 3, 4, and SGLang keeps K and V of layers 0, 1, 2"
     ):

@@ -195,12 +195,10 @@ async def test_a_catalog_that_is_made_anew_knows_the_expiry(tmp_path: Path, late
     await store.close()
 
 
-@pytest.fixture(params=["directory", "server", "bucket"])
-async def client(
-    request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
-) -> AsyncIterator[StoreClient]:
+@pytest.fixture(params=["server", "bucket"])
+async def client(request: pytest.FixtureRequest, server: RunningServer, s3: S3Server) -> AsyncIterator[StoreClient]:
     """What a server with ``ttl_s`` in its config reads and writes with."""
-    urls = {"directory": (tmp_path / "store").as_uri(), "server": server.url, "bucket": URL}
+    urls = {"server": server.url, "bucket": URL}
     fields: dict[str, Any] = {"store": urls[request.param], "codec": "zstd", "ttl_s": TTL_S}
     fields["token"] = "w" if request.param == "server" else None
     fields["s3"] = {**s3.config} if request.param == "bucket" else None

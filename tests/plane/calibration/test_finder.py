@@ -7,7 +7,7 @@ import os
 import random
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from harness.models import TinyLlama, make_tiny_llama
+from harness.serving import serving
 from harness.waiting import until
 from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
-from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.calibration import finder, own
@@ -29,6 +29,7 @@ from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.calibration.own import Job, OwnCalibration, write_prompts
 from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
 from sgl_kvfetch.plane.profiles import cache_folder, take_from_store
+from sgl_kvfetch.stores import open_remote
 from sgl_kvfetch.stores.notes import PROFILES, publish_profile
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import CALIBRATION, make_profile
@@ -63,8 +64,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> KVFetchConfig:
-    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "exact", "codec_threads": 1})
+def config(tmp_path: Path) -> Iterator[KVFetchConfig]:
+    with serving(tmp_path / "store") as url:
+        yield parse_config({"store": url, "quantiser": "exact", "codec_threads": 1})
 
 
 class Finding:
@@ -183,7 +185,7 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
         assert (profile.calibration.context_tokens, profile.calibration.continuation_tokens) == (64, 32)
     assert refusals == [str(folder / "profile")]
     assert not folder.exists()
-    store = LocalStore(tmp_path / "store")
+    store = open_remote(config.store)
     assert [info.name for info in await store.notes(PROFILES)] == [f"{profile.calibration.weights}/{profile.digest}"]
     await store.close()
 
@@ -195,7 +197,7 @@ async def test_a_neighbour_that_is_sooner_ends_the_calibration(
     async with finding(config, model) as found:
         await found.begin_paused()
         assert found.process is not None
-        pid, store = found.process.pid, LocalStore(tmp_path / "store")
+        pid, store = found.process.pid, open_remote(config.store)
         name = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
         await store.close()
         digest = await found.found()
@@ -208,7 +210,7 @@ async def test_one_that_does_not_fit_ends_no_calibration(
     model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that was made for other TP sizes."""
-    weights, store = fingerprint_model(str(model)), LocalStore(tmp_path / "store")
+    weights, store = fingerprint_model(str(model)), open_remote(config.store)
     name = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
     async with finding(config, model) as found:
         await found.begin_paused()
@@ -230,7 +232,7 @@ async def test_its_own_is_not_published_if_it_does_not_fit(
     async with finding(config, model, target_kl=1.0) as found:
         found.finder.serve(m.ShowPrompts(windows()))
         await until(lambda: "a profile cannot be made or published here: ConfigError: target_kl = 1 is" in caplog.text)
-    store = LocalStore(tmp_path / "store")
+    store = open_remote(config.store)
     assert not await store.notes(PROFILES)
     await store.close()
 
@@ -239,17 +241,18 @@ async def test_a_server_of_another_store_keeps_its_calibration(
     model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path
 ) -> None:
     weights = fingerprint_model(str(model))
-    other = config.model_copy(update={"store": f"file://{tmp_path}/other"})
-    async with finding(config, model) as found, finding(other, model) as of_other:
-        await found.begin_paused()
-        await of_other.begin_paused()
-        store = LocalStore(tmp_path / "other")
-        await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
-        await store.close()
-        await of_other.found()
-        assert found.process is not None
-        folder = cache_folder("calibrations", weights, config.store)
-        assert list((cache / "calibrations").iterdir()) == [folder]
+    with serving(tmp_path / "other") as url:
+        other = config.model_copy(update={"store": url})
+        async with finding(config, model) as found, finding(other, model) as of_other:
+            await found.begin_paused()
+            await of_other.begin_paused()
+            store = open_remote(url)
+            await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
+            await store.close()
+            await of_other.found()
+            assert found.process is not None
+            folder = cache_folder("calibrations", weights, config.store)
+            assert list((cache / "calibrations").iterdir()) == [folder]
 
 
 async def test_a_server_that_does_not_calibrate_deletes_nothing_of_its_neighbours(
@@ -287,7 +290,7 @@ async def test_no_fault_ends_the_finder(
     async with finding(config, tmp_path, weights="0" * 32) as found:
         await until(lambda: "a profile cannot be made or published here: MemoryError" in caplog.text)
         assert "for a profile failed: MemoryError" in caplog.text
-        store = LocalStore(tmp_path / "store")
+        store = open_remote(config.store)
         name = await publish_profile(store, save(tmp_path), NO_KEYS)
         await store.close()
         monkeypatch.setattr(finder, "take_from_store", take_from_store)

@@ -17,6 +17,7 @@ from sgl_kvfetch.triton_kernels import runtime
 from tests.linker import HAS_LINKER
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import Rig, make_rig
+from tests.plugin.planes import store_in
 
 MakeRig = Callable[..., Rig]
 
@@ -37,13 +38,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     made: list[Rig] = []
 
     def build(**changes: Any) -> Rig:
-        made.append(make_rig(tmp_path, **changes))
+        made.append(make_rig(url, **changes))
         return made[-1]
 
-    yield build
-    for rig in made:
-        rig.store.lookups.is_open = rig.store.reads.is_open = True
-        rig.cache.release_host_resources()
+    with store_in(tmp_path, monkeypatch) as url:
+        yield build
+        for rig in made:
+            rig.store.lookups.is_open = rig.store.reads.is_open = True
+            rig.cache.release_host_resources()
 
 
 @pytest.fixture(params=["python", "rust"])

@@ -11,7 +11,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -398,7 +397,7 @@ class _Batch:
 
 
 def make_rig(
-    directory: Path,
+    url: str,
     *,
     num_slots: int = 256,
     num_layers: int = LAYERS,
@@ -414,7 +413,7 @@ def make_rig(
     agree: Callable[[torch.Tensor], None] | None = None,
     **config: Any,
 ) -> Rig:
-    """Build a rank on a directory store. ``core``: of SGLang's tree. ``window``: of two more layers, in tokens; 0 for
+    """Build a rank on a store. ``core``: of SGLang's tree. ``window``: of two more layers, in tokens; 0 for
     none. ``following``: "draft", "packed" or "indexer" for a side pool that has the slots of K and V. ``has_pairs``:
     whether the tree's keys are pairs of tokens, as with EAGLE, whose draft model has a token's KV by the next one.
     ``quantiser``: `exact` by default. ``dtype``: of K and V where there are no windows. ``gpu``: where the pool
@@ -478,7 +477,7 @@ def make_rig(
     vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
     service.__dict__["config_quantiser"] = lambda config: of_store
     extra = {
-        "store": f"file://{directory}",
+        "store": url,
         "codec": "zstd",
         "quantiser": "exact" if quantiser is None else "klt",
         "device": device or {"pool_share": 1.0},

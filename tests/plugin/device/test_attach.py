@@ -66,7 +66,7 @@ def test_attaching_twice(make: MakeRig) -> None:
             True,
             "kvfetch is already attached with this config.",
         )
-    is_attached, said = rig.linker.attach("kvfetch", '{"store": "file:///elsewhere"}', NO_POLICIES)
+    is_attached, said = rig.linker.attach("kvfetch", '{"store": "http://elsewhere"}', NO_POLICIES)
     assert not is_attached
     assert "detach it first" in said
 

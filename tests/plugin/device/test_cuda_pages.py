@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -124,12 +123,12 @@ def test_the_log_says_how_much_of_the_gpus_memory_is_ours(caplog: pytest.LogCapt
     assert "--mem-fraction-static does not count: 512 MiB were free before" in caplog.text
 
 
-def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     quantiser = make_klt()
     pages = make_pages(FakeDevice(), WIDE)
     compiled: list[int] = []
     monkeypatch.setattr(starting, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
-    config = parse_config({"store": f"file://{tmp_path}"})
+    config = parse_config({"store": "http://nowhere"})
     for takes_code in (False, True):
         opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
         opening.open(config, quantiser)
@@ -141,7 +140,7 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("fault", ["a kernel", "no memory"])
 def test_without_its_kernels_the_gpu_gets_values(
-    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The data plane is told before it starts. Another attempt may succeed."""
     quantiser, errors = make_klt(), [RuntimeError("PassManager::run failed"), torch.OutOfMemoryError("none left")]
@@ -154,7 +153,7 @@ def test_without_its_kernels_the_gpu_gets_values(
     monkeypatch.setattr(CudaPages, "_compile" if fault == "a kernel" else "rotations_of", fail)
     started: list[Start] = []
     monkeypatch.setattr(starting, "DataPlane", lambda start, *_: started.append(start))
-    config = parse_config({"store": f"file://{tmp_path}", "mode": "read_only"})
+    config = parse_config({"store": "http://nowhere", "mode": "read_only"})
     opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
     opening.open(config, quantiser)
     assert [start.takes_code for start in started] == [False]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.serving import serving
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -326,27 +327,28 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
         memory[offset:][: rows.numel()].copy_(rows.flatten())
         return list(exact)
 
-    settings = {
-        "store": (tmp_path / "store").as_uri(),
-        "profile": str(tmp_path / "profile"),
-        "target_kl": TARGET_KL,
-        "codec": "ans",
-    } | ({"levels": {"count": levels}} if levels > 1 else {})
-    plane = DataPlane(Start(settings, heads.namespace, 0, 2, 0, None), GEOMETRY, served.launch)
-    try:
-        num_queued = plane.write(
-            0,
-            None,
-            hashes,
-            range(len(PLACES)),
-            opened.read,
-            quantising=Quantising(opened.num_rows, into),
-        )
-        assert num_queued == len(PLACES)
-        wait_until(lambda: not plane._run._room._taken)
-        served.write_all()
-    finally:
-        plane.close()
+    with serving(tmp_path / "store") as url:
+        settings = {
+            "store": url,
+            "profile": str(tmp_path / "profile"),
+            "target_kl": TARGET_KL,
+            "codec": "ans",
+        } | ({"levels": {"count": levels}} if levels > 1 else {})
+        plane = DataPlane(Start(settings, heads.namespace, 0, 2, 0, None), GEOMETRY, served.launch)
+        try:
+            num_queued = plane.write(
+                0,
+                None,
+                hashes,
+                range(len(PLACES)),
+                opened.read,
+                quantising=Quantising(opened.num_rows, into),
+            )
+            assert num_queued == len(PLACES)
+            wait_until(lambda: not plane._run._room._taken)
+            served.write_all()
+        finally:
+            plane.close()
 
     async def load() -> tuple[Any, bytes, list[bytes]]:
         store = LocalStore(tmp_path / "store")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.serving import serving
 from harness.store_process import StoreProcess
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -155,15 +156,16 @@ def test_a_prompt_that_was_written_is_checked_once(
     make: MakeRig, quantiser: KltQuantiser, work: Counter[str], tmp_path: Path
 ) -> None:
     expected = written(make, quantiser=quantiser)
-    rig = reader(make, quantiser=quantiser, mode="read_write", store=f"file://{tmp_path}/other")
-    rig.compute(TOKENS)
-    rig.write_all()
-    for num_verified in (16, 0, 0):
-        rig.evict()
-        work.clear()
-        assert_equal(loaded(rig, TOKENS), expected)
-        assert work == Counter(verified=num_verified)
-    assert_nothing_held(rig)
+    with serving(tmp_path / "other") as other:
+        rig = reader(make, quantiser=quantiser, mode="read_write", store=other)
+        rig.compute(TOKENS)
+        rig.write_all()
+        for num_verified in (16, 0, 0):
+            rig.evict()
+            work.clear()
+            assert_equal(loaded(rig, TOKENS), expected)
+            assert work == Counter(verified=num_verified)
+        assert_nothing_held(rig)
 
 
 def test_what_does_not_fit_is_loaded_from_staging(

@@ -3,7 +3,6 @@ a fake GPU, where states are tried as well."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -122,9 +121,9 @@ def one_segment(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "damaged"])
 @pytest.mark.usefixtures("one_segment")
-def test_a_prefix_without_its_window_is_computed_and_stored_again(rig: Rig, fault: str) -> None:
+def test_a_prefix_without_its_window_is_computed_and_stored_again(rig: Rig, tmp_path: Path, fault: str) -> None:
     tokens = rig.stored(prompt(0))
-    for side, path in side_objects(rig):
+    for side, path in side_objects(tmp_path):
         assert {page.pool for page in side.pages} == {"swa"}
         if fault == "missing":
             path.unlink()
@@ -143,8 +142,7 @@ def test_a_prefix_without_its_window_is_computed_and_stored_again(rig: Rig, faul
     rig.assert_nothing_held()
 
 
-def side_objects(rig: Rig) -> Iterator[tuple[Side, Path]]:
-    root = Path(json.loads(rig.extra_config)["store"].removeprefix("file://"))
+def side_objects(root: Path) -> Iterator[tuple[Side, Path]]:
     for path in root.rglob("*.kvm"):
         manifest = decode_manifest(path.read_bytes())
         yield from ((side, root / manifest.data_name(side)) for side in manifest.sides)
@@ -268,9 +266,11 @@ def test_ranks_load_what_all_have_of_drafts_and_indexers(make: MakeRig, kind: st
 
 @pytest.mark.parametrize("fault", ["missing", "damaged"])
 @pytest.mark.usefixtures("one_segment")
-def test_pages_without_their_drafts_or_indexers_are_computed_and_stored_again(follower: Rig, fault: str) -> None:
+def test_pages_without_their_drafts_or_indexers_are_computed_and_stored_again(
+    follower: Rig, tmp_path: Path, fault: str
+) -> None:
     tokens = follower.stored(prompt(0))
-    for side, path in side_objects(follower):
+    for side, path in side_objects(tmp_path):
         assert {page.page for page in side.pages} == {*range(8)}
         if fault == "missing":
             path.unlink()

@@ -35,7 +35,7 @@ from tests.plugin.backends import (
     storage_config,
     tokens,
 )
-from tests.plugin.planes import Served
+from tests.plugin.planes import Served, store_in
 from tests.segments import make_heads
 
 
@@ -98,7 +98,7 @@ def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     def build(
         kv_pool: HostKVCache, is_mla: bool = False, profile: Path | None = None, **side_pools: HostKVCache
     ) -> KVFetchStorage:
-        extra = {"store": f"file://{tmp_path}", "codec": "zstd", "lookup_timeout_s": 600, "fetch_timeout_s": 600}
+        extra = {"store": url, "codec": "zstd", "lookup_timeout_s": 600, "fetch_timeout_s": 600}
         extra |= {"recompute": "never", "audit_share": 0}  # whatever the machine measures, and no hit is cut
         extra |= {} if profile is None else {"profile": str(profile)}
         backend = KVFetchStorage(storage_config(extra_config=extra, is_mla_model=is_mla), kv_pool)
@@ -108,9 +108,10 @@ def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
         made.append(backend)
         return backend
 
-    yield build
-    for backend in made:
-        backend.close()
+    with store_in(tmp_path, monkeypatch) as url:
+        yield build
+        for backend in made:
+            backend.close()
 
 
 def state_of(key: str, slot: int | None = None) -> PoolTransfer:

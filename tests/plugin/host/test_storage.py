@@ -307,13 +307,13 @@ def test_stats_are_handed_out_once(make: Make) -> None:
     ],
 )
 def test_unsupported_configs_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    config = storage_config(extra_config={"store": "file:///nowhere"}, **change)
+    config = storage_config(extra_config={"store": "http://nowhere"}, **change)
     with pytest.raises(UnsupportedError, match=message):
         KVFetchStorage(config, make_pool())
 
 
 def test_pools_that_are_not_supported_are_refused() -> None:
-    config = storage_config(extra_config={"store": "file:///nowhere"})
+    config = storage_config(extra_config={"store": "http://nowhere"})
     for change, message in (
         ({"storage_format_tag": "x"}, "'x'"),
         ({"kind": MHATokenToKVPoolMXFP8Host}, "MHATokenToKVPoolMXFP8Host are not supported"),
@@ -391,7 +391,7 @@ def test_a_draft_models_pool_is_stored_whenever_sglang_adds_it(
         return planes[-1]
 
     monkeypatch.setattr(storage_module, "open_engine_plane", open_plane)
-    backend = KVFetchStorage(storage_config(extra_config={"store": "file:///nowhere"}), make_pool())
+    backend = KVFetchStorage(storage_config(extra_config={"store": "http://nowhere"}), make_pool())
     if is_at_start:
         backend.on_host_pools_registered()
         backend.register_mem_host_pool_v2(make_pool(), PoolName.DRAFT)
@@ -409,7 +409,7 @@ def test_layers_of_a_draft_model_in_the_pool_are_no_layers_of_the_model(
     opened: list[bool] = []
     monkeypatch.setattr(storage_module, "open_engine_plane", lambda *args, pool: opened.append(args[-1].has_draft))
     pool = make_pool(target_layer_num=target_layers)
-    backend = KVFetchStorage(storage_config(extra_config={"store": "file:///nowhere"}), pool)
+    backend = KVFetchStorage(storage_config(extra_config={"store": "http://nowhere"}), pool)
     backend.on_host_pools_registered()
     assert opened == [has_draft]
     assert backend._pages.geometry.num_layers == target_layers
