@@ -20,8 +20,8 @@ is left to chance.
 
 With --attacks, the server is neither killed nor short of disk. Instead, a hostile client sends all at once what made
 stores swell or stall: long prompts against 500 namespaces, lookups of manifests of nearly 1 MiB, summaries of long
-names, lists, pins of 65,536 pages, a web page's requests, malformed requests, bodies that never end; and
-another process locks the catalog. It is a failure as well if an attack gets a status that is no answer to it, if an
+names, lists, pins of 65,536 pages, a web page's requests, malformed requests, bodies that never end. It
+is a failure as well if an attack gets a status that is no answer to it, if an
 ordinary client is refused, if the server takes more than --most-memory, or if lookups' 99th percentile is longer than
 --lookup-p99.
 """

@@ -1,7 +1,7 @@
-"""What a hostile client sends to a store, in a process of its own: ``python -m benchmarks.soak.attacks URL FOLDER``.
+"""What a hostile client sends to a store, in a process of its own: ``python -m benchmarks.soak.attacks URL``.
 
 It prints ``ready`` when the segments that it needs are stored, and attacks until its standard input ends. Then it
-prints, as JSON, how often each attack was answered with which status. The store has its files in FOLDER.
+prints, as JSON, how often each attack was answered with which status.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import asyncio
 import io
 import json
 import random
-import sqlite3
 import struct
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
@@ -37,7 +35,6 @@ _LONG_NAME_CHARS = 2000
 _NUM_LARGE = 24
 _PADDING_BYTES = 900_000
 _PAUSE_S = 0.2
-_LOCKED_S = 1.0
 _TIMEOUT_S = 120.0
 _LARGE = "large manifests"
 _BUSY = (503,)  # the store says so and when to try again
@@ -53,11 +50,10 @@ class Attacker:
     """Attacks the store at ``url``. ``answers`` counts attacks by name and status, ``wrong`` those with a status that
     is no answer to them."""
 
-    def __init__(self, url: str, folder: Path, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.answers: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self._url = url
-        self._catalog = folder / ".catalog" / "catalog.sqlite"
         self._session = session
         tokens = [1_000_000_000 + number for number in range(MAX_LOOKUP_PAGES)]
         self._chain = hashes_of(tokens, 1)
@@ -94,7 +90,6 @@ class Attacker:
             "web page": _Attack(partial(self._send, "DELETE", f"{Route.OBJECTS}?prefix=", host="evil.example"), (421,)),
             "malformed": _Attack(self._send_malformed, (400, 404, 422)),
             "endless bodies": _Attack(self._trickle, (408, *_BUSY), 4),
-            "catalog locked": _Attack(self._lock_catalog, ()),
         }
         ending = asyncio.create_task(stop.wait())
         tasks = [
@@ -166,19 +161,6 @@ class Attacker:
         finally:
             writer.transport.abort()
 
-    async def _lock_catalog(self) -> None:
-        """Keep the catalog from being written for a while, as another process on the machine may."""
-        other = sqlite3.connect(self._catalog, isolation_level=None)
-        try:
-            other.execute("BEGIN IMMEDIATE")
-            await asyncio.sleep(_LOCKED_S)
-            other.execute("ROLLBACK")
-        except sqlite3.OperationalError:  # the store writes
-            pass
-        finally:
-            other.close()
-        await asyncio.sleep(5 * _LOCKED_S)
-
 
 def _padded(segment: CodedSegment) -> bytes:
     """Return a segment's manifest with a large field that readers ignore."""
@@ -194,9 +176,9 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), connector=connector)
 
 
-async def _main(url: str, folder: str) -> None:
+async def _main(url: str) -> None:
     async with open_session() as session:
-        attacker = Attacker(url, Path(folder), session)
+        attacker = Attacker(url, session)
         await attacker.prepare()
         print("ready", flush=True)
         stop = asyncio.Event()

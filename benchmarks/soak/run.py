@@ -169,7 +169,7 @@ class Soak:
             yield
             return
         attacker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.soak.attacks", self._store.url, str(self._disk.folder)),
+            *(sys.executable, "-m", "benchmarks.soak.attacks", self._store.url),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -1,7 +1,6 @@
 """A store in a directory: objects as files, and a catalog of them in SQLite.
 
-`LocalStore` is a `Store` like any client. Several processes may share a directory that nobody serves (``owner``):
-the catalog's transactions order what they do, and locks on files show what is in use. It bounds the disk (``room``),
+`LocalStore` is a `Store` like any client, and has its directory alone (``owner``). It bounds the disk (``room``),
 deletes what expired, and repairs the catalog from the files (``repair``). `FrontStore` is in front of another one.
 
 It knows the interface of stores and the stored format's manifests. It never opens a socket, and trusts no file that it

@@ -1,19 +1,19 @@
 """The catalog of a local store: an SQLite database of its files, segments and pages.
 
-Several processes share a directory, each of them may be killed at any moment, and the power may fail. The files are the
+One process owns the directory (`owner`); it may be killed at any moment, and the power may fail. The files are the
 truth, and everything here can be made anew from them (`repair`). The catalog says what is where and how much room is
-taken, without a scan. For that it must be a superset of the disk:
+taken, without a scan:
 
-* A row with the file's size is there before the first byte is written, and until the file is unlinked. So a process
-  that is killed leaves nothing uncounted. A file that is being written or deleted has the name of its row, ``.tmp-ID``.
-  Its writer has locked it; a new file without a lock has lost its writer.
-* An object gets or loses its name only within a write transaction, which excludes all others in all processes. In it,
-  rows are changed first: what the catalog refuses gets no name.
+* A row is there for each file with an object's name. What is being written is no row: its room is reserved in the
+  owner's memory (`room`), and its file has no object's name (`files.UNFINISHED`), so that the next owner deletes it.
+* An object gets or loses its name only within a write transaction, which excludes all others. In it, rows are changed
+  first: what the catalog refuses gets no name.
 * Data is named first and the manifest last; an eviction goes the other way. So a crash leaves data without a manifest
   at worst, which is deleted when it is old.
-* A power cut may lose the last transactions, though not the files: `repair.collect` compares both in small steps.
-* What the catalog says is compared with the bytes when they are read. A database that is missing, damaged, of another
-  version or without its log is discarded: moved aside with its log, which must never meet another database.
+* A crash undoes the transaction that it meets, though not the names that it has changed, and a power cut may lose the
+  last transactions: `repair.collect` compares both in small steps.
+* What the catalog says is compared with the bytes when they are read. A database that is missing, damaged or of another
+  version is discarded: moved aside with its log, which must never meet another database.
 
 Lookups read snapshots, which no writer delays. Writers wait for each other, for 5 s at most, so transactions are short:
 files are unlinked after them, and never within.
@@ -27,7 +27,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -40,7 +39,6 @@ from enum import IntEnum
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -52,18 +50,12 @@ from sgl_kvfetch.stores.base import furthest
 logger = logging.getLogger(__name__)
 
 FOLDER = ".catalog"  # no namespace is called like this
-BUSY_S = 5.0  # how long a write waits for others; lookups never wait
+_BUSY_S = 5.0  # how long a write waits for others; lookups never wait
 _WAITS = 50  # a write's wait is so many short ones: while the machine stands still, one passes, and not all
-_VERSION = 7
+_VERSION = 8
 _USES_AT_ONCE = 256
 _BLOCK_BYTES = 4096
 _MAX_LOG_BYTES = 64 << 20  # the write-ahead log is cut to this after it has grown
-
-
-class FileState(IntEnum):
-    WRITING = 0  # at `temp_name(id)`
-    STORED = 1  # at its object's name
-    DELETING = 2  # at `temp_name(id)`; it is deleted as soon as nobody reads it
 
 
 class FileRole(IntEnum):
@@ -98,18 +90,14 @@ CREATE INDEX segments_to_coarsen ON segments (last_used) WHERE droppable > 0;
 CREATE INDEX segments_by_expiry ON segments (expires) WHERE expires IS NOT NULL;
 
 CREATE TABLE files (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    name TEXT NOT NULL,           -- the object's
-    segment INTEGER,              -- NULL while it is DELETING
-    bytes INTEGER NOT NULL,       -- its size, or what is reserved for it
-    state INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- another file of the name has another one
+    name TEXT NOT NULL UNIQUE,    -- the object's
+    segment INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,
     role INTEGER NOT NULL,
-    since REAL NOT NULL           -- when it came into this state and role, in seconds since the epoch
+    since REAL NOT NULL           -- when it came into this role, in seconds since the epoch
 );
-CREATE UNIQUE INDEX files_stored ON files (name) WHERE state = 1;
-CREATE INDEX files_writing ON files (id) WHERE state = 0;
-CREATE INDEX files_deleting ON files (id) WHERE state = 2;
-CREATE INDEX files_by_segment ON files (segment) WHERE segment IS NOT NULL;
+CREATE INDEX files_by_segment ON files (segment);
 CREATE INDEX files_pending ON files (since) WHERE role = 2;
 
 -- The pages of segments that are FOUND. The key is a digest of namespace and page hash: half the size, and a collision
@@ -139,21 +127,6 @@ END;
 """
 
 
-class Identity(NamedTuple):
-    """Which database a connection has: its inodes, and how it was opened."""
-
-    inode: int
-    log: int  # inode of the write-ahead log; 0 if there is none
-    is_writable: bool
-
-
-_NONE = Identity(0, 0, False)
-
-
-def temp_name(file_id: int) -> str:
-    return f"{files.TEMP_PREFIX}{file_id}"
-
-
 class Catalog:
     """Connections to the database: one to write, one for each thread that looks up. Blocking and thread-safe.
 
@@ -171,7 +144,8 @@ class Catalog:
         self._path = root / FOLDER / "catalog.sqlite"
         self._writer_lock = threading.Lock()
         self._local = threading.local()
-        self._writer: tuple[Identity, sqlite3.Connection | None] = _NONE, None
+        self._generation = 0  # of the database: how many were discarded
+        self._writer: tuple[int, sqlite3.Connection | None] = 0, None  # with its generation, as each reader
         self._write_error: str | None = None
         self._is_checked = False
         self._readers: list[sqlite3.Connection] = []
@@ -179,13 +153,13 @@ class Catalog:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, which excludes all others in all processes. Keep it short."""
-        if not any(self._writer_lock.acquire(timeout=BUSY_S / _WAITS) for _ in range(_WAITS)):
+        """Open a transaction, which excludes all others. Keep it short."""
+        if not any(self._writer_lock.acquire(timeout=_BUSY_S / _WAITS) for _ in range(_WAITS)):
             self._write_error = "the catalog is locked: other writes take too long"
             raise StoreError("io", self._write_error, retriable=True)
         try:
             with self._errors():
-                db = self._begin(BUSY_S)
+                db = self._begin()
                 try:
                     yield db
                     db.execute("COMMIT")
@@ -195,14 +169,14 @@ class Catalog:
         finally:
             self._writer_lock.release()
 
-    def _begin(self, wait_s: float) -> sqlite3.Connection:
+    def _begin(self) -> sqlite3.Connection:
         try:
             with self._errors(), files.os_errors("opening the catalog"):
                 db = self._open_writer()
-                db.execute(f"PRAGMA busy_timeout = {wait_s * 1000:.0f}")
                 db.execute("BEGIN IMMEDIATE")
         except StoreError as e:
             self._write_error = str(e)
+            self._close_writer()  # the directory may be writable by the next time
             raise
         self._write_error = None
         return db
@@ -213,12 +187,9 @@ class Catalog:
         Never waits. While others write, the answer is the one from before.
         """
         if self._writer_lock.acquire(blocking=False):
-            before = self._write_error
             try:
-                self._begin(0).execute("ROLLBACK")
-            except StoreError as e:
-                if e.retriable:  # others are writing at this moment
-                    self._write_error = before
+                with suppress(StoreError):
+                    self._begin().execute("ROLLBACK")
             finally:
                 self._writer_lock.release()
         return self._write_error
@@ -227,12 +198,14 @@ class Catalog:
     def reading(self) -> Iterator[sqlite3.Connection | None]:
         """Open a snapshot for lookups, which no writer delays. Yield None if there is no catalog."""
         with self._errors():
-            identity, db = getattr(self._local, "reader", (_NONE, None))
-            if db is None or not self._is_current(identity):
+            generation, db = getattr(self._local, "reader", (0, None))
+            if db is None or generation != self._generation:
+                generation, db = self._generation, None
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    identity, db = self._local.reader = self._connect()
+                    db = self._connect()
+                    self._local.reader = generation, db
                     self._readers.append(db)
-            if db is None or not self._is_current(identity):
+            if db is None:
                 yield None
                 return
             db.execute("BEGIN")
@@ -244,7 +217,7 @@ class Catalog:
 
     @property
     def exists(self) -> bool:
-        return self._identity() != _NONE
+        return self._path.exists()
 
     @property
     def is_open(self) -> bool:
@@ -276,68 +249,50 @@ class Catalog:
         return num_bytes
 
     def discard(self) -> None:
-        """Remove the database. The next use creates it anew; other processes notice."""
+        """Remove the database. The next use creates it anew."""
         logger.warning("the catalog %s is removed, and will be rebuilt", self._path)
-        aside = self.root / f"{FOLDER}-{secrets.token_hex(8)}"
+        aside = self.root / f"{FOLDER}-old"
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
+        self._generation += 1
         with suppress(FileNotFoundError):
             os.rename(self.root / FOLDER, aside)  # with its log, which must never meet another database
         shutil.rmtree(aside, ignore_errors=True)
 
     def close(self) -> None:
         """Close all connections. No other thread may still use them."""
-        for db in (self._writer[1], *self._readers):
-            if db is not None:
-                db.close()
-        self._writer = _NONE, None
+        self._close_writer()
+        for db in self._readers:
+            db.close()
         self._readers.clear()
         self._local = threading.local()
 
-    def _identity(self) -> Identity:
-        """Return the inodes of the database and its log; `_NONE` if there is no database."""
-        try:
-            inode = os.stat(self._path).st_ino
-        except (FileNotFoundError, NotADirectoryError):
-            return _NONE
-        try:
-            log = os.stat(f"{self._path}-wal").st_ino
-        except FileNotFoundError:
-            log = 0
-        return Identity(inode, log, os.access(self._path, os.W_OK))
-
-    def _is_current(self, identity: Identity) -> bool:
-        """Return whether a connection to this database may go on. Without its log, the database is discarded."""
-        now = self._identity()
-        if now == identity:
-            return True
-        if (now.inode, now.is_writable) == (identity.inode, True):
-            logger.warning("the log of the catalog %s was deleted", self._path)
-            self.discard()
-        return False
+    def _close_writer(self) -> None:
+        if self._writer[1] is not None:
+            self._writer[1].close()
+        self._writer = 0, None
 
     def _open_writer(self) -> sqlite3.Connection:
-        """Return the connection that writes, which is made anew if the file was replaced, and the catalog if it is
-        damaged."""
-        identity, db = self._writer
-        if db is not None and self._is_current(identity):
+        """Return the connection that writes. Make it anew if the database was discarded, and the database if it is
+        missing or damaged."""
+        generation, db = self._writer
+        if db is not None and generation == self._generation:
             return db
-        if db is not None:
-            db.close()
-        self._writer = _NONE, None
+        self._close_writer()
         try:
-            identity, db = self._connect()
+            db = self._connect()
             self._require_sound(db)
         except FileNotFoundError:
             self._create()
-            identity, db = self._connect()
+            db = self._connect()
         except sqlite3.DatabaseError as e:
             if isinstance(e, sqlite3.OperationalError):
                 raise  # it cannot be opened now, which says nothing about its content
             self.discard()
             self._create()
-            identity, db = self._connect()
+            db = self._connect()
         if db.execute("SELECT is_counted FROM totals").fetchone() == (0,):
             self._on_uncounted()
-        self._writer = identity, db
+        self._writer = self._generation, db
         return db
 
     def _require_sound(self, db: sqlite3.Connection) -> None:
@@ -356,27 +311,26 @@ class Catalog:
             raise
         self._is_checked = True
 
-    def _connect(self) -> tuple[Identity, sqlite3.Connection]:
+    def _connect(self) -> sqlite3.Connection:
         """Connect to the database. Raises FileNotFoundError if there is none: SQLite would make an empty one."""
-        found = self._identity()
-        if found == _NONE:
+        if not self._path.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-        # Without writing, SQLite cannot make its shared memory; if no process has made it, none is needed.
+        # Without writing, SQLite cannot make its shared memory; if a killed owner has not left it, none is needed.
         is_shared = os.path.exists(f"{self._path}-shm")
-        mode = "rw" if found.is_writable else "ro" if is_shared else "ro&immutable=1"
+        mode = "rw" if os.access(self._path, os.W_OK) else "ro" if is_shared else "ro&immutable=1"
         uri = f"{self._path.absolute().as_uri()}?mode={mode}"
-        db = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
-        db.execute("PRAGMA user_version").fetchone()  # from now on there is a log, until the last connection closes
-        return self._identity(), db
+        return db
 
     def _create(self) -> None:
-        """Create the database under another name, so that nobody opens it before it is complete."""
+        """Create the database under another name, so that no lookup opens it before it is complete."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._on_root()
         is_empty = not files.namespaces(self.root)
-        new = self.root / f"{FOLDER}-{secrets.token_hex(8)}"
+        new = self.root / f"{FOLDER}-new"
+        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed here
         new.mkdir(mode=0o700)
         try:
             path = new / self._path.name
@@ -388,16 +342,9 @@ class Catalog:
                 db.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {_VERSION}; COMMIT;")
                 db.execute("INSERT INTO totals VALUES (0, 0, ?)", (is_empty,))
                 notes.enter_all_pins(db, self.root)
-                # Identifiers never return: files of an earlier catalog may be left.
-                db.execute("INSERT INTO sqlite_sequence VALUES ('files', ?)", (time.time_ns() // 1000,))
             finally:
                 db.close()
-            try:
-                os.rename(new, self.root / FOLDER)
-            except OSError:
-                if not (self.root / FOLDER).is_dir():
-                    raise
-                # Another process was faster.
+            os.rename(new, self.root / FOLDER)
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
@@ -430,7 +377,7 @@ _EARLIEST = """
 SELECT first_page, segment FROM pages CROSS JOIN segments ON id = segment
 WHERE key = ? AND (expires IS NULL OR expires > ?) ORDER BY first_page, segment LIMIT 1"""
 _SEGMENT = """
-SELECT name, digest, hashes, (SELECT bytes FROM files WHERE files.name = segments.name AND files.state = 1)
+SELECT name, digest, hashes, (SELECT bytes FROM files WHERE files.name = segments.name)
 FROM segments JOIN chains ON segment = id WHERE id = ?"""
 _HIT_BYTES = 512  # at least what one hit takes beside its manifest
 

@@ -4,16 +4,18 @@ An object ``<namespace>/<rest>`` is the file of that name under the root. Symbol
 followed. Anything other than a regular file with an object's name is ignored. Only the owner may read files and
 directories that are made here.
 
-A file in use is locked (``flock``): shared by each reader, exclusively by its writer. So any process can tell what is
-still read or written, and a dead process leaves no lock. Nobody waits for these locks.
+What is being written or deleted is in a folder of its own, ``.unfinished``. So what a killed owner leaves costs the
+next one no search. A deleted file stays there while somebody reads it, since it takes room until then.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import secrets
 import stat
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,8 +26,7 @@ from sgl_kvfetch.errors import StoreError, StoreErrorReason
 from sgl_kvfetch.keys import is_object_name
 from sgl_kvfetch.stores import ObjectInfo, is_namespace
 
-TEMP_PREFIX = ".tmp-"  # no object's name starts like this
-_OPEN_ATTEMPTS = 16
+UNFINISHED = ".unfinished"  # no namespace is called like this
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of open() that mean a missing object. With O_NOFOLLOW, symbolic links and non-directories raise them too.
@@ -66,6 +67,28 @@ def namespace_dir(root: Path, namespace: str) -> Iterator[int]:
         os.close(fd)
 
 
+_read: Counter[tuple[int, int]] = Counter()  # which files this process reads, by device and inode
+_reading = threading.RLock()  # a file that nobody has closed is closed wherever memory is freed
+
+
+class _ReadFile(FileIO):
+    """A file that counts as read until it is closed."""
+
+    def __init__(self, fd: int, status: os.stat_result) -> None:
+        super().__init__(fd)
+        self._place = status.st_dev, status.st_ino
+        with _reading:
+            _read[self._place] += 1
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            with _reading:
+                _read[self._place] -= 1
+                if not _read[self._place]:
+                    del _read[self._place]
+
+
 @dataclass(frozen=True, slots=True)
 class OpenObject:
     """An object open for reading. Its bytes stay readable until it is closed, even if it is deleted meanwhile."""
@@ -78,33 +101,18 @@ def open_object(root: Path, name: str) -> OpenObject | None:
     """Open an object; the caller closes it. None if it is missing. Raises OSError."""
     namespace, _, file_name = name.partition("/")
     with suppress(FileNotFoundError), namespace_dir(root, namespace) as directory:
-        for _ in range(_OPEN_ATTEMPTS):
-            try:
-                # Without O_NONBLOCK, opening a FIFO would wait for its writer.
-                fd = os.open(file_name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=directory)
-            except OSError as e:
-                if e.errno in _ABSENT:
-                    return None
-                raise
-            is_locked, status = _lock(fd, fcntl.LOCK_SH), os.fstat(fd)
-            if is_locked and status.st_nlink and stat.S_ISREG(status.st_mode):
-                return OpenObject(FileIO(fd), ObjectInfo(name, status.st_size, status.st_mtime))
-            os.close(fd)
-            if not stat.S_ISREG(status.st_mode):
+        try:
+            # Without O_NONBLOCK, opening a FIFO would wait for its writer.
+            fd = os.open(file_name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=directory)
+        except OSError as e:
+            if e.errno in _ABSENT:
                 return None
-            # It was deleted or replaced since it was opened. There may be another file of this name.
+            raise
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            return OpenObject(_ReadFile(fd, status), ObjectInfo(name, status.st_size, status.st_mtime))
+        os.close(fd)
     return None
-
-
-def _lock(fd: int, kind: int) -> bool:
-    """Take a lock unless somebody holds a conflicting one. Return whether that worked. Closing the file releases it."""
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
-    return True
 
 
 def read_fully(file: FileIO, start: int, length: int) -> bytes:
@@ -139,49 +147,45 @@ def stat_object(root: Path, name: str) -> ObjectInfo | None:
     return ObjectInfo(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
 
-def set_aside(root: Path, name: str, temp: str) -> bool:
-    """Rename an object's file to ``temp``, for `remove_temp`. Return True if it existed. Raises OSError."""
+def set_aside(root: Path, name: str) -> str | None:
+    """Take an object's name from its file. Return what `remove_aside` needs; None if there is no file. Raises OSError.
+
+    Unlinking a large file takes long, and renaming it does not.
+    """
     namespace, _, file_name = name.partition("/")
+    temp = secrets.token_hex(8)
     try:
-        with namespace_dir(root, namespace) as directory:
-            os.replace(file_name, temp, src_dir_fd=directory, dst_dir_fd=directory)
+        with namespace_dir(root, namespace) as source, _unfinished_dir(root) as target:
+            os.replace(file_name, temp, src_dir_fd=source, dst_dir_fd=target)
     except FileNotFoundError:
-        return False
-    return True
+        return None
+    return temp
 
 
-def remove_temp(root: Path, namespace: str, temp: str) -> bool:
-    """Remove a temporary file unless somebody reads or writes it. Return True if it is gone. Raises OSError."""
-    absent = suppress(FileNotFoundError)
-    with absent, namespace_dir(root, namespace) as directory, _locked(directory, temp) as is_locked:
-        if is_locked:
-            os.unlink(temp, dir_fd=directory)
-        return is_locked
-    return True
+def remove_aside(root: Path, temp: str) -> int:
+    """Delete a file that has lost its name, unless somebody reads it. Return how many bytes it still takes. Raises
+    OSError."""
+    path = root / UNFINISHED / temp
+    with suppress(FileNotFoundError):
+        status = os.stat(path)
+        with _reading:
+            if (status.st_dev, status.st_ino) in _read:
+                return status.st_size
+        os.unlink(path)
+    return 0
 
 
-def is_in_use(root: Path, namespace: str, temp: str) -> bool:
-    """Return whether somebody reads or writes a temporary file. Raises OSError."""
-    absent = suppress(FileNotFoundError)
-    with absent, namespace_dir(root, namespace) as directory, _locked(directory, temp) as is_locked:
-        return not is_locked
-    return False
+def remove_unfinished(root: Path) -> None:
+    """Delete what a killed owner was writing or deleting. Raises OSError."""
+    for temp in list(file_names(root, UNFINISHED)):
+        remove_aside(root, temp)
 
 
 @contextmanager
-def _locked(directory: int, file_name: str) -> Iterator[bool]:
-    """Lock a file exclusively unless it is in use. Yield whether that worked; True if it is missing."""
-    try:
-        fd = os.open(file_name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS, dir_fd=directory)
-    except OSError as e:
-        if e.errno not in _ABSENT:
-            raise
-        fd = -1
-    try:
-        yield fd < 0 or _lock(fd, fcntl.LOCK_EX)
-    finally:
-        if fd >= 0:
-            os.close(fd)
+def _unfinished_dir(root: Path) -> Iterator[int]:
+    (root / UNFINISHED).mkdir(mode=0o700, parents=True, exist_ok=True)
+    with namespace_dir(root, UNFINISHED) as directory:
+        yield directory
 
 
 def file_names(root: Path, namespace: str) -> Iterator[str]:
@@ -203,24 +207,16 @@ def objects(root: Path, namespace: str, prefix: str = "") -> Iterator[ObjectInfo
 
 
 class TempFile:
-    """Writes a new object's temporary file. Readers do not see it before ``commit``. Every method may raise OSError."""
+    """Writes a new file. Readers do not see it before ``commit``. Every method may raise OSError."""
 
-    def __init__(self, root: Path, namespace: str, temp: str) -> None:
-        """Create the file, and the namespace's directory if it is missing. Raises FileExistsError if the name is taken,
-        or was taken for what a dead writer has left, before the file was locked."""
-        (root / namespace).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._temp = temp
-        self._directory = os.open(root / namespace, os.O_RDONLY | os.O_DIRECTORY | _NO_LINKS)
-        try:
+    def __init__(self, root: Path, owner: str = "") -> None:
+        """Create the file. ``owner``: what its temporary name begins with."""
+        self._root = root
+        self._temp = f"{owner}{secrets.token_hex(8)}"
+        with _unfinished_dir(root) as directory:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_LINKS
-            self._fd = os.open(temp, flags, 0o600, dir_fd=self._directory)
-        except BaseException:
-            os.close(self._directory)
-            raise
+            self._fd = os.open(self._temp, flags, 0o600, dir_fd=directory)
         self.is_open = True  # until it is committed or discarded
-        if not (_lock(self._fd, fcntl.LOCK_EX) and os.fstat(self._fd).st_nlink):  # `remove_temp` was sooner
-            self.discard()
-            raise FileExistsError(errno.EEXIST, "another process removes it", temp)
 
     def write(self, data: memoryview) -> int:
         """Append some of ``data``, and return how many bytes."""
@@ -237,33 +233,34 @@ class TempFile:
         """Set the file's size. What is larger than what is written counts as taken, without a byte on the disk."""
         os.truncate(self._fd, num_bytes)
 
+    def disk_bytes(self) -> int:
+        """Return how many bytes of the disk the file takes, which is more than it has; 0 once it is closed."""
+        with suppress(FileNotFoundError), _unfinished_dir(self._root) as directory:
+            return os.stat(self._temp, dir_fd=directory).st_blocks * 512
+        return 0
+
     def sync(self) -> None:
         """Make the bytes durable. Call it before ``commit``, so that no object has bytes that a crash can lose."""
         os.fsync(self._fd)
 
-    def commit(self, file_name: str, old_temp: str | None) -> None:
-        """Rename the file to the object's name. An older object of that name stays as ``old_temp``, for its readers.
+    def commit(self, folder: str, file_name: str) -> None:
+        """Give the file its name in a folder of the root, which is created if it is missing.
 
         The directory itself is not synced: if a power cut undoes the rename, the result is a miss, never a torn object.
         """
-        _lock(self._fd, fcntl.LOCK_SH)  # readers may open it from now on
-        here = {"src_dir_fd": self._directory, "dst_dir_fd": self._directory}
-        if old_temp is not None:
-            with suppress(OSError):  # it is gone, or the file system has no links
-                os.link(file_name, old_temp, follow_symlinks=False, **here)
-        os.replace(self._temp, file_name, **here)
+        (self._root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with namespace_dir(self._root, folder) as target, _unfinished_dir(self._root) as source:
+            os.replace(self._temp, file_name, src_dir_fd=source, dst_dir_fd=target)
         self._close()
 
     def discard(self) -> None:
         """Remove the file if it is not committed. Idempotent."""
         if self.is_open:
             try:
-                with suppress(FileNotFoundError):
-                    os.unlink(self._temp, dir_fd=self._directory)
+                remove_aside(self._root, self._temp)
             finally:
                 self._close()
 
     def _close(self) -> None:
         self.is_open = False
         os.close(self._fd)
-        os.close(self._directory)

@@ -1,4 +1,4 @@
-"""A store in a directory of one machine, which several processes may share; and how any store is opened by its URL."""
+"""A store in a directory, which it has alone; and how any store is opened by its URL."""
 
 from __future__ import annotations
 
@@ -113,10 +113,11 @@ class SegmentUsage:
 
 
 class LocalStore(AdminStore):
-    """A directory of objects with a catalog of them. Several processes may use it at once, each with its own store.
+    """A directory of objects with a catalog of them. It belongs to this store from its first use until `close`: another
+    one on it, in whatever process, raises StoreError (``io``).
 
-    With a capacity, the least recently used segments are evicted for new ones: manifest first, then data. Unfinished
-    writes of dead writers are removed, and data without a manifest once it is ``orphan_age_s`` old.
+    With a capacity, the least recently used segments are evicted for new ones: manifest first, then data. Data without
+    a manifest is removed once it is ``orphan_age_s`` old.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class LocalStore(AdminStore):
             await self._put_data(parsed, data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        """Replace a manifest, atomically across processes. Raises as ``put`` does."""
+        """Replace a manifest, atomically. Raises as ``put`` does."""
         return await self._put_if(name, data, lambda current: current == expected_digest)
 
     async def create(self, name: str, data: bytes) -> bool:
@@ -387,6 +388,7 @@ class LocalStore(AdminStore):
                 return call(*args, **kwargs)
 
         try:
+            await self.workers.run("writes", self.own)
             await self.workers.run("writes", run, writer.open)
             yield Upload(
                 lambda data: self.workers.run("writes", run, writer.write, data),
@@ -440,18 +442,17 @@ class LocalStore(AdminStore):
     # Looking up
 
     def own(self) -> None:
-        """Use the directory alone, before anything else is done with it. Raises StoreError (``io``) if others use
-        it."""
+        """Create the directory if it is missing, and have it. Raises StoreError (``io``) if somebody else has it."""
         with files.os_errors(f"locking {self.root}"):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.owner.require(alone=True)
+            self.owner.require()
 
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""
         return (await self.usage()).num_segments
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        """Find segments as soon as they are put, whichever process puts them.
+        """Find segments as soon as they are put.
 
         While the catalog is rebuilt, those that are not in it yet are missed. A run whose manifests take more than
         ``MAX_LOOKUP_ANSWER_BYTES`` is shortened.
@@ -556,7 +557,7 @@ class LocalStore(AdminStore):
                         (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
                         count = "SELECT count(*) FROM segments WHERE state = ?"
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
-                stored_bytes += notes.stored_bytes(self.root)
+                stored_bytes += self._room.unnamed_bytes + notes.stored_bytes(self.root)
         return StoreUsage(stored_bytes, num_segments, self._room.num_evicted, problem, disk_bytes, free_bytes)
 
     @on("scans")
@@ -575,7 +576,7 @@ class LocalStore(AdminStore):
             return [] if db is None else [kind(*row) for row in db.execute(query, values)]
 
     async def collect(self) -> None:
-        """Remove old orphans and what dead writers left, and compare the disk with the catalog.
+        """Remove old orphans, and compare the disk with the catalog.
 
         Writes also do this in the background, at most once every ``orphan_age_s``.
         """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sqlite3
 import stat
 import threading
@@ -25,16 +24,25 @@ from sgl_kvfetch.stores import PINS, PROFILES, NoteKind, ObjectInfo, Pin, decode
 logger = logging.getLogger(__name__)
 
 _FIRST_HASH = f"substr(hashes, 1, {PAGE_HASH_BYTES})"
-_beginning = threading.Lock()  # held until a new file is locked: uploads that begin at once count each other
+_beginning = threading.Lock()  # held until a new file has its size: uploads that begin at once count each other
 
 
 def list_notes(root: Path, kind: NoteKind) -> list[ObjectInfo]:
     return [info for info in _all_files(_folder(root, kind)) if kind.has_name(info.name)]
 
 
+def _all_notes(root: Path, kind: NoteKind) -> Iterator[ObjectInfo]:
+    """Iterate over all notes, with those that are being written, whose names are not their own."""
+    yield from _all_files(_folder(root, kind))
+    for info in _all_files(root / files.UNFINISHED):
+        kind_name, _, rest = info.name.partition(".")
+        if kind_name == kind.name:
+            yield ObjectInfo(rest.replace(".", "/"), info.size_bytes, info.modified_s)
+
+
 def stored_bytes(root: Path) -> int:
     """Return the size of all profiles, and of what is written of others. Other notes are small."""
-    return sum(info.size_bytes for info in _all_files(_folder(root, PROFILES)))
+    return sum(info.size_bytes for info in _all_notes(root, PROFILES))
 
 
 def _folder(root: Path, kind: NoteKind) -> Path:
@@ -81,8 +89,6 @@ class NoteWriter:
         self.name = name
         self.head = b""  # the first bytes, up to ``kind.checked_bytes``
         self._root = root
-        self._above, place = _place(root, kind, name)
-        self._folder, self._file_name = place.split("/")
         self._size_bytes = size_bytes
         self._most_bytes: int | None = None  # of all notes of this kind
         if capacity_bytes is not None and kind.max_part is not None:
@@ -94,29 +100,22 @@ class NoteWriter:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Create the file, and remove what dead writers have left. Raises StoreError: ``too_large``, and ``full`` if
-        all notes of this kind would take too much of the store's capacity."""
+        """Create the file. Raises StoreError: ``too_large``, and ``full`` if all notes of this kind would take too much
+        of the store's capacity."""
         with self._lock:
             if self._finished:
                 return  # discarded meanwhile
             with _beginning:
-                for file_name in files.file_names(self._above, self._folder):
-                    if file_name.startswith(files.TEMP_PREFIX):
-                        files.remove_temp(self._above, self._folder, file_name)
                 self._require_fits()
-                for folder in (self._root, _folder(self._root, self.kind)):
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                while self._file is None:
-                    with suppress(FileExistsError):  # another process, which removes what is dead, was sooner
-                        temp = f"{files.TEMP_PREFIX}{secrets.token_hex(8)}"
-                        self._file = files.TempFile(self._above, self._folder, temp)
+                _folder(self._root, self.kind).mkdir(mode=0o700, exist_ok=True)
+                self._file = files.TempFile(self._root, f"{self.kind.name}.{self.name.rpartition('/')[0]}.")
                 self._file.resize(self._size_bytes)
 
     def _require_fits(self) -> None:
         kind, (folder, slash, _) = self.kind, self.name.partition("/")
         if self._size_bytes > kind.max_bytes:
             raise StoreError("too_large", f"a {kind.one} of {self._size_bytes} bytes; the limit is {kind.max_bytes}")
-        others = [info for info in _all_files(_folder(self._root, kind)) if info.name != self.name]
+        others = [info for info in _all_notes(self._root, kind) if info.name != self.name]
         needed = self._size_bytes + sum(info.size_bytes for info in others)
         if self._most_bytes is not None and needed > self._most_bytes:
             part = f"{self._most_bytes}, {kind.max_part:g} of the capacity"
@@ -155,7 +154,8 @@ class NoteWriter:
             assert self._file is not None
             self._file.resize(self._written_bytes)
             self._file.sync()
-            self._file.commit(self._file_name, None)
+            folder, _, file_name = f"{_folder(self._root, self.kind).name}/{self.name}".rpartition("/")
+            self._file.commit(folder, file_name)
             self._finished = True
 
     def discard(self) -> None:

@@ -1,7 +1,7 @@
-"""A directory that is served belongs to its server, and others are told where it is served.
+"""A directory belongs to one store at a time. Others are told who has it, and where it is served.
 
-Whoever uses a store's directory holds a lock (``flock``) on the directory itself, which the system releases when the
-process ends, however it ends. A server's excludes all others, and it writes its URL into the file ``.served``.
+Whoever uses a store's directory holds an exclusive lock (``flock``) on the directory itself, which the system releases
+when the process ends, however it ends. A server writes its URL into the file ``.served``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from sgl_kvfetch.directory import files
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import printable
 
 _SERVED = ".served"  # no namespace is called like this
 _MAX_BYTES = 1000
+_LOCKS = Path("/proc/locks")
 
 
 class Owner:
@@ -28,10 +30,10 @@ class Owner:
         self._is_served = False
         self._lock = threading.Lock()
 
-    def require(self, alone: bool = False) -> None:
-        """Use the directory from now on, if there is one. ``alone``: nobody else may, until `release`.
+    def require(self) -> None:
+        """Have the directory from now on until `release`, if there is one, and remove what a killed owner has left.
 
-        Raises StoreError (``io``) if it belongs to a server, or others use what is to be used alone, and OSError.
+        Raises StoreError (``io``) if somebody else has it, and OSError.
         """
         if self._fd is not None:
             return
@@ -40,27 +42,31 @@ class Owner:
                 return
             fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                who = self._who(os.fstat(fd).st_ino)
                 os.close(fd)
-                raise StoreError("io", self._who()) from None
+                raise StoreError("io", who) from None
             except OSError:
                 pass  # a file system without locks
             self._fd = fd
-            if alone:
-                with suppress(OSError):  # of a server that was killed
-                    os.unlink(self._root / _SERVED)
+            with suppress(OSError):  # of a disk that may only be read
+                os.unlink(self._root / _SERVED)
+            with suppress(OSError):
+                files.remove_unfinished(self._root)
 
-    def _who(self) -> str:
+    def _who(self, inode: int) -> str:
         try:
             with (self._root / _SERVED).open("rb") as file:
                 pid, url = file.read(_MAX_BYTES).decode(errors="replace").split()
-        except (OSError, ValueError):  # another store, or a server that has not said it yet
-            return f"other processes use {self._root}: end them first"
+        except (OSError, ValueError):  # a command, or a server that has not said it yet
+            process = f"process {pid}" if (pid := _lock_holder(inode)) else "another process"
+            share = f"to share the directory, run `kvfetch serve {self._root}`, and use its URL"
+            return f"{process} has {self._root}: wait for its end; {share}"
         return f"process {printable(pid)} serves {self._root}: use {printable(url)} instead"
 
     def say_url(self, url: str) -> None:
-        """Let others know where a directory that is used alone is served."""
+        """Let others know where the directory is served."""
         self._is_served = True
         with suppress(OSError):  # on a full disk, or one that is read only, others are told less
             (self._root / _SERVED).write_text(f"{os.getpid()} {url}\n")
@@ -73,3 +79,14 @@ class Owner:
                         os.unlink(self._root / _SERVED)
                 os.close(self._fd)
             self._fd = None
+
+
+def _lock_holder(inode: int) -> str:
+    """Return the identifier of the process that has locked a file; "" if the system does not say it."""
+    with suppress(OSError):
+        for line in _LOCKS.read_text().splitlines():
+            match line.split():
+                # The device is not compared: some file systems show another one to `fstat`.
+                case [_, "FLOCK", _, "WRITE", pid, place, *_] if place.endswith(f":{inode}") and int(pid) > 0:
+                    return pid
+    return ""

@@ -14,7 +14,7 @@ from itertools import islice
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory import files, rows
-from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
+from sgl_kvfetch.directory.catalog import Catalog, FileRole, SegmentState
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError, FormatVersionError
 from sgl_kvfetch.keys import ContentCheck, is_object_name
@@ -24,7 +24,7 @@ from sgl_kvfetch.stores.upkeep import decode_named_manifest
 _NAMES_AT_ONCE = 256
 _MANIFESTS_AT_ONCE = 32
 _DELETED_AT_ONCE = 16
-_PAUSE_S = 0.002  # between steps, for other threads and processes
+_PAUSE_S = 0.002  # between steps, for other threads
 _SOUND_S = 300.0  # how long a segment that was found sound is not checked again
 _MAX_SOUND = 4096
 _MAX_CHECKS = 16  # waiting or running; further reports are ignored
@@ -35,7 +35,7 @@ class Repair:
     """Repairs the catalog on a thread of its own. Methods block, and raise StoreError and OSError."""
 
     def __init__(self, catalog: Catalog, room: DiskRoom, orphan_age_s: float) -> None:
-        """``orphan_age_s``: how old data without a manifest, and unknown temporary files, are when they are deleted."""
+        """``orphan_age_s``: how old data without a manifest is when it is deleted."""
         self.stopped = threading.Event()
         self._catalog = catalog
         self._root = catalog.root
@@ -48,9 +48,8 @@ class Repair:
             self._examine(db, manifest_name)
 
     def collect(self) -> None:
-        """Remove what dead writers and readers have left, and what differs between the disk and the catalog."""
-        self._room.delete_leftovers()
-        self._delete_abandoned()
+        """Remove what readers and dead writers have left, and what differs between the disk and the catalog."""
+        self._room.delete_read_files()
         self.sweep()
         self._delete_orphans()
 
@@ -88,18 +87,6 @@ class Repair:
                     info = files.stat_object(self._root, name)
                     if info is not None and rows.stored_id(db, name) is None:
                         _add_row(db, info)
-        limit = time.time() - self._orphan_age_s
-        for temp in file_names:
-            if temp.startswith(files.TEMP_PREFIX) and not self._has_row(temp):
-                info = files.stat_object(self._root, f"{namespace}/{temp}")
-                if info is not None and info.modified_s < limit:
-                    files.remove_temp(self._root, namespace, temp)
-
-    def _has_row(self, temp: str) -> bool:
-        number = temp.removeprefix(files.TEMP_PREFIX)
-        with self._catalog.writing() as db:  # not a snapshot from before the file was made
-            row = db.execute("SELECT 1 FROM files WHERE id = ? AND state != ?", (number, FileState.STORED)).fetchone()
-        return row is not None
 
     def _read_manifests(self) -> None:
         while not self.stopped.wait(_PAUSE_S):
@@ -113,10 +100,10 @@ class Repair:
 
     def _remove_missing_files(self) -> None:
         last = 0
-        query = "SELECT id, name FROM files WHERE id > ? AND state = ? ORDER BY id LIMIT ?"
+        query = "SELECT id, name FROM files WHERE id > ? ORDER BY id LIMIT ?"
         while not self.stopped.wait(_PAUSE_S):
             with self._catalog.writing() as db:
-                some = db.execute(query, (last, FileState.STORED, _NAMES_AT_ONCE)).fetchall()
+                some = db.execute(query, (last, _NAMES_AT_ONCE)).fetchall()
             if not some:
                 return
             last = some[-1][0]
@@ -124,24 +111,10 @@ class Repair:
                 if files.stat_object(self._root, name) is None:
                     self.recheck(rows.manifest_name(name))
 
-    def _delete_abandoned(self) -> None:
-        """Delete files whose writers are dead: their locks are gone."""
-        abandoned = []
-        with self._catalog.writing() as db:
-            written = f"SELECT id, name FROM files WHERE state = {FileState.WRITING:d}"
-            for file_id, name in db.execute(written).fetchall():
-                if not files.is_in_use(self._root, name.partition("/")[0], temp_name(file_id)):
-                    abandoned.append((file_id, name))
-                    rows.mark_deleting(db, file_id)
-        self._room.delete_files(abandoned)
-
     def _delete_orphans(self) -> None:
         """Delete old data that no manifest names, and old manifests that lack data."""
         with self._catalog.writing() as db:
-            found = db.execute(
-                "SELECT name FROM files WHERE role = ? AND state = ?", (FileRole.PENDING, FileState.STORED)
-            )
-            orphans = found.fetchall()
+            orphans = db.execute("SELECT name FROM files WHERE role = ?", (FileRole.PENDING,)).fetchall()
             orphans += db.execute("SELECT name FROM segments WHERE state = ?", (SegmentState.INCOMPLETE,)).fetchall()
         left = iter(orphans)
         while some := list(islice(left, _DELETED_AT_ONCE)):
@@ -156,9 +129,8 @@ class Repair:
         """
         owner = rows.manifest_name(name)
         row = db.execute(
-            "SELECT role, segments.state FROM files JOIN segments ON segment = segments.id "
-            "WHERE files.name = ? AND files.state = ?",
-            (name, FileState.STORED),
+            "SELECT role, segments.state FROM files JOIN segments ON segment = segments.id WHERE files.name = ?",
+            (name,),
         ).fetchone()
         if row is None or not (row[0] == FileRole.PENDING or row == (FileRole.MANIFEST, SegmentState.INCOMPLETE)):
             return False
@@ -168,13 +140,12 @@ class Repair:
 
 def _stored(db: sqlite3.Connection, names: set[str]) -> set[str]:
     marks = ", ".join("?" * len(names))
-    query = f"SELECT name FROM files WHERE state = {FileState.STORED:d} AND name IN ({marks})"
-    return {name for (name,) in db.execute(query, tuple(names))}
+    return {name for (name,) in db.execute(f"SELECT name FROM files WHERE name IN ({marks})", tuple(names))}
 
 
 def _add_row(db: sqlite3.Connection, info: ObjectInfo) -> None:
     """Add a file that was found. Its segment's manifest is to be read; until then, data counts as named by it."""
-    rows.add_file(db, info.name, info.size_bytes, FileState.STORED, role=FileRole.NAMED, since=info.modified_s)
+    rows.add_file(db, info.name, info.size_bytes, role=FileRole.NAMED, since=info.modified_s)
     unread = SegmentState.UNREAD, rows.manifest_name(info.name), SegmentState.LOOSE
     db.execute("UPDATE segments SET state = ? WHERE name = ? AND state != ?", unread)
 
@@ -229,12 +200,9 @@ class DamageChecks:
             return True if deleted else None
 
     def _identifiers(self, manifest_name: str) -> dict[str, int]:
-        query = (
-            "SELECT files.name, files.id FROM files JOIN segments ON segment = segments.id "
-            "WHERE segments.name = ? AND files.state = ?"
-        )
+        query = "SELECT files.name, files.id FROM files JOIN segments ON segment = segments.id WHERE segments.name = ?"
         with self._catalog.writing() as db:
-            return dict(db.execute(query, (manifest_name, FileState.STORED)).fetchall())
+            return dict(db.execute(query, (manifest_name,)).fetchall())
 
     def _broken_data(self, manifest_name: str, content: bytes) -> list[str] | None:
         """Return the data of a broken segment that is itself broken, or None if the segment is sound."""

@@ -10,9 +10,9 @@ room. A write that has evicted a tenth of the store, and still lacks room, fails
 
 Eviction takes, in this order: files that nobody reads any more, old data that no manifest names, what segments can do
 without (they become coarser), the least recently used segments, and pinned ones when nothing else is left. It takes a
-few at a time, so that no transaction is long, and one thread of a process does it at a time. Data without a manifest is
-safe for a minute, since its writer may be about to put the manifest. All such data may take a quarter of the store:
-otherwise writers that die would fill it.
+few at a time, so that no transaction is long, and one thread does it at a time. Data without a manifest is safe for a
+minute, since its writer may be about to put the manifest. All such data may take a quarter of the store: otherwise
+writers that die would fill it.
 
 A full disk is not always ours to empty. What other programs have taken beyond the reserve is never made room for: the
 store would evict itself to nothing while something else fills the disk. Then writes are refused, and reads go on.
@@ -34,11 +34,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, coarsened, decode_manifest
 from sgl_kvfetch.directory import files, notes, rows
-from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
+from sgl_kvfetch.directory.catalog import Catalog, FileRole, SegmentState
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger, one_line
@@ -66,48 +66,83 @@ _MIN_FREE_PART, _MIN_FREE_BYTES = 1 / 100, 1 << 30
 _DAY_S = 86400.0
 _PAUSE_S = 60.0  # no eviction for a full disk, after others have taken what one had freed
 
-_OLDEST_PENDING = (
-    f"SELECT name, bytes, since FROM files WHERE role = {FileRole.PENDING:d} AND state = {FileState.STORED:d} "
-)
+_OLDEST_PENDING = f"SELECT name, bytes, since FROM files WHERE role = {FileRole.PENDING:d} "
 _IS_SETTLED = f"""NOT EXISTS (
-    SELECT 1 FROM files WHERE segment = segments.id
-    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
+    SELECT 1 FROM files WHERE segment = segments.id AND role = {FileRole.PENDING:d} AND since > ?
 )"""
 _LEAST_USED = f"""
-SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND {_IS_SETTLED}
-ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""  # `_delete_expired` goes before
+SELECT name, id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND {_IS_SETTLED}
+ORDER BY {LIVE_RANK_SQL} LIMIT ?"""  # `_delete_expired` goes before
 _LEAST_USED_TO_COARSEN = f"""
 SELECT name FROM segments WHERE droppable > 0 AND dropped < ? AND pinned = 0 AND {_IS_SETTLED}
-ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""
+ORDER BY {LIVE_RANK_SQL} LIMIT ?"""
 _SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
 # Not those with a new file: they may be being written again, data first.
 _EXPIRED = f"""
-SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
-    SELECT 1 FROM files WHERE segment = segments.id AND (files.state = {FileState.WRITING:d} OR since > ?)
-) ORDER BY expires LIMIT {_EVICTED_AT_ONCE}"""
+SELECT name, id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
+    SELECT 1 FROM files WHERE segment = segments.id AND since > ?
+) ORDER BY expires LIMIT ?"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Doomed = tuple[int, str]  # a file to delete: its identifier and its object's name
+Doomed = tuple[str, str]  # a file to delete: its object's name, and what `files.remove_aside` needs
 
 
-def name_file(
-    db: sqlite3.Connection,
-    temp: files.TempFile,
-    file_id: int,
-    name: str,
-    num_bytes: int,
-    index: Callable[[], None] = lambda: None,
-) -> list[Doomed]:
-    """Give a written file its object's name. Return the file that had it, to be deleted after the transaction.
+class NewFile:
+    """Writes an object's file within its reserved room. Every method may raise StoreError and OSError."""
 
-    ``index`` enters a manifest into the catalog. All rows are changed first: what the catalog refuses gets no name.
-    """
-    replaced = rows.stored_id(db, name)
-    rows.store_file(db, file_id, name, num_bytes, replaced)
-    index()
-    temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
-    return [] if replaced is None else [(replaced, name)]
+    def __init__(self, room: DiskRoom, name: str, num_bytes: int) -> None:
+        """Create the file. ``num_bytes`` are reserved once the room knows of it."""
+        self.name = name
+        self.num_bytes = num_bytes
+        self.temp = files.TempFile(room.root)
+        self._room = room
+        self._written_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``; reserve more room if it needs that."""
+        view = memoryview(data)
+        more = self._written_bytes + len(view) - self.num_bytes
+        if more > 0:
+            self._room.grow(self, more)
+        while view:
+            written = self._room.retried(lambda rest=view: self.temp.write(rest), len(view))  # type: ignore[misc]
+            self._written_bytes += written
+            view = view[written:]
+
+    def write_all(self, content: bytes) -> None:
+        """Write all of a small file. Nothing is evicted for it."""
+        view = memoryview(content)
+        while view:
+            written = self.temp.write(view)
+            self._written_bytes += written
+            view = view[written:]
+
+    def write_at(self, data: memoryview, start: int) -> None:
+        """Write into the reserved room, from byte ``start`` on."""
+        assert start + len(data) <= self.num_bytes
+        self._written_bytes = max(self._written_bytes, start + len(data))
+        while data:
+            written = self._room.retried(lambda rest=data, at=start: self.temp.write_at(rest, at), len(data))  # type: ignore[misc]
+            data, start = data[written:], start + written
+
+    def commit(self, db: sqlite3.Connection, index: Callable[[], None] = lambda: None) -> None:
+        """Give the file its object's name, within a transaction.
+
+        ``index`` enters a manifest into the catalog. All rows are changed first: what the catalog refuses gets no name.
+        """
+        rows.store_file(db, self.name, self._written_bytes)
+        index()
+        namespace, _, file_name = self.name.partition("/")
+        self.temp.commit(namespace, file_name)
+        self._room.give_back(self)
+
+    def discard(self) -> None:
+        """Remove the file unless it is committed. Idempotent."""
+        try:
+            self.temp.discard()
+        finally:
+            self._room.give_back(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,55 +165,60 @@ class DiskRoom:
         self.counted = threading.Event()  # set unless a sweep is counting what is on the disk
         self.counted.set()
         self._catalog = catalog
+        self.root = catalog.root
         self.capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
         self._drop_levels = drop_levels
+        self._new_files: set[NewFile] = set()  # it changes within write transactions, or loses one
+        self._read_files: dict[str, int] = {}  # deleted but still read: their names aside, and sizes
         self._evicting = threading.Lock()
         self._share_bytes = self._shared_at_s = float("-inf")  # free or ours, at most in the last day; monotonic
         self._evicts_from_s = float("-inf")  # monotonic
         self._failure: _Failure | None = None  # of the last write
 
-    def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
-        """Reserve room for a new file; evict segments if needed. Return its identifier and the file, still empty."""
+    @property
+    def unnamed_bytes(self) -> int:
+        """Return the size of what has no name: reserved for files that are being written, or deleted but still read."""
+        return self._reserved_bytes() + self._read_bytes()
+
+    def _reserved_bytes(self) -> int:
+        return sum(new.num_bytes for new in list(self._new_files))
+
+    def _read_bytes(self) -> int:
+        return sum(list(self._read_files.values()))
+
+    def reserve(self, name: str, num_bytes: int) -> NewFile:
+        """Reserve room for a new file, which is still empty; evict segments if needed."""
         return self.retried(lambda: self._reserve(name, num_bytes), num_bytes)
 
-    def _reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
+    def _reserve(self, name: str, num_bytes: int) -> NewFile:
         if self.capacity_bytes is not None:
             self._catalog.open()
             if not self.counted.wait(_WAIT_S):
                 raise StoreError("full", "the files in the directory are still being counted", retriable=True)
-        temp = None
+        new = None
         try:
             with self._deleting() as (db, doomed):
                 self._admit(db, num_bytes, 0, doomed, is_pending=not name.endswith(MANIFEST_SUFFIX))
                 self._delete_expired(db, doomed)
-                file_id, temp = self._new_file(db, name, num_bytes)
+                new = NewFile(self, name, num_bytes)
+                self._new_files.add(new)
             self._make_room(num_bytes)
         except BaseException:
-            if temp is not None:
-                temp.discard()
-                self.forget_file(file_id)
+            if new is not None:
+                new.discard()
             raise
-        return file_id, temp
+        return new
 
-    def _new_file(self, db: sqlite3.Connection, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
-        """Add a file's row, and create the file.
+    def give_back(self, new: NewFile) -> None:
+        """Reserve nothing for a file any more: it is committed or discarded."""
+        self._new_files.discard(new)
 
-        A process that was killed between this and the end of its transaction leaves the file without a row: then the
-        database gives the identifier out again, and the next one is taken. A sweep removes the file.
-        """
-        while True:
-            file_id = rows.add_file(db, name, num_bytes, FileState.WRITING)
-            try:
-                return file_id, files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
-            except FileExistsError:
-                rows.forget_file(db, file_id)
-
-    def grow(self, file_id: int, has_bytes: int, num_bytes: int) -> None:
+    def grow(self, new: NewFile, num_bytes: int) -> None:
         """Reserve more room for a data object that is being written."""
         with self._deleting() as (db, doomed):
-            self._admit(db, num_bytes, has_bytes, doomed, is_pending=True)
-            db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (num_bytes, file_id))
+            self._admit(db, num_bytes, new.num_bytes, doomed, is_pending=True)
+            new.num_bytes += num_bytes
         self._make_room(num_bytes)
 
     def retried(self, call: Callable[[], T], num_bytes: int) -> T:
@@ -212,15 +252,10 @@ class DiskRoom:
             raise
 
     def _fail(self, why: str, is_full: bool) -> None:
-        self._failure = _Failure(why, self._free_bytes() if is_full else None, time.monotonic())
+        self._failure = _Failure(why, self._free_beside_writes() if is_full else None, time.monotonic())
 
     def note_written(self) -> None:
         self._failure = None
-
-    def forget_file(self, file_id: int) -> None:
-        """Remove the row of a file that is gone."""
-        with self._catalog.writing() as db:
-            rows.forget_file(db, file_id)
 
     def delete(
         self, names: Iterable[str], condition: Callable[[sqlite3.Connection, str], bool] = lambda db, name: True
@@ -228,14 +263,14 @@ class DiskRoom:
         """Delete objects that meet the condition, which is called in the transaction. Return those that existed."""
         with self._deleting() as (db, doomed):
             self._remove(db, (name for name in names if condition(db, name)), doomed)
-        return [name for _, name in doomed]
+        return [name for name, _ in doomed]
 
     def delete_unnamed(self, names: Iterable[str]) -> list[str]:
         """Delete data that no manifest names at this moment: a writer may have put one since somebody looked.
 
         Return the names of what existed.
         """
-        return self.delete(names, lambda db, name: rows.is_unnamed(db, self._catalog.root, name))
+        return self.delete(names, lambda db, name: rows.is_unnamed(db, self.root, name))
 
     @contextmanager
     def _deleting(self) -> Iterator[tuple[sqlite3.Connection, list[Doomed]]]:
@@ -247,29 +282,36 @@ class DiskRoom:
         try:
             with self._catalog.writing() as db:
                 yield db, doomed
-        finally:
-            self.delete_files(doomed)
+        except BaseException:
+            self._delete_files(doomed)
+            self._forget([name for name, _ in doomed])
+            raise
+        self._delete_files(doomed)
 
-    def delete_files(self, doomed: Sequence[Doomed]) -> int:
-        """Delete files that have lost their names, except those that somebody reads. Return how many were deleted."""
-        gone = [file_id for file_id, name in doomed if self._delete_file(file_id, name)]
-        if gone:
-            with self._catalog.writing() as db:
-                for file_id in gone:
+    def _delete_files(self, doomed: Iterable[Doomed]) -> None:
+        for name, temp in doomed:
+            try:
+                self._read_files[temp] = files.remove_aside(self.root, temp)
+            except OSError as e:  # the directory's next owner removes it
+                logger.warning("cannot delete a file of %s: %s", name, e)
+            if not self._read_files.get(temp):
+                self._read_files.pop(temp, None)
+
+    def delete_read_files(self) -> int:
+        """Delete files that nobody reads any more. Return how many bytes that has freed."""
+        before = dict(self._read_files)
+        self._delete_files((temp, temp) for temp in before)
+        return sum(size for temp, size in before.items() if temp not in self._read_files)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Forget files that are gone. A transaction that failed has brought their rows back."""
+        if not names:
+            return
+        with self._catalog.writing() as db:
+            for name in names:
+                file_id = rows.stored_id(db, name)
+                if file_id is not None and files.stat_object(self.root, name) is None:
                     rows.forget_file(db, file_id)
-        return len(gone)
-
-    def delete_leftovers(self) -> int:
-        """Delete files that somebody was reading, or whose deletion was cut short. Return how many were deleted."""
-        last = count = 0
-        query = f"SELECT id, name FROM files WHERE state = {FileState.DELETING:d} AND id > ? ORDER BY id LIMIT ?"
-        while True:
-            with self._catalog.writing() as db:
-                some = db.execute(query, (last, _DELETED_AT_ONCE)).fetchall()
-            if not some:
-                return count
-            count += self.delete_files(some)
-            last = some[-1][0]
 
     def require_pins_fit(self, pinned_bytes: int) -> None:
         """Raise StoreError (``full``) if pinned segments take more than half of the capacity."""
@@ -284,7 +326,7 @@ class DiskRoom:
         with self._catalog.reading() as db:
             totals = None if db is None else db.execute("SELECT bytes - pending_bytes FROM totals").fetchone()
         (evictable,) = totals or (0,)
-        if not os.access(self._catalog.root, os.W_OK):
+        if not os.access(self.root, os.W_OK):
             return "the store's directory is not writable"
         lacking = self._lacking_on_disk(1)
         if lacking > evictable:
@@ -300,7 +342,7 @@ class DiskRoom:
         if (failure := self._failure) is None:
             return None
         if failure.free_bytes is not None:
-            return failure.why if self._free_bytes() <= failure.free_bytes else None
+            return failure.why if self._free_beside_writes() <= failure.free_bytes else None
         if time.monotonic() > failure.at_s + _PAUSE_S:
             try:
                 self._catalog.try_to_write()
@@ -333,6 +375,7 @@ class DiskRoom:
             return
         most = room * PENDING_PART
         (pending,) = db.execute("SELECT pending_bytes FROM totals").fetchone()
+        pending += sum(new.num_bytes for new in list(self._new_files) if not new.name.endswith(MANIFEST_SUFFIX))
         others = pending - has_bytes
         surplus, before = others + size - most, inf
         if size > most:
@@ -355,9 +398,9 @@ class DiskRoom:
         """Return how many bytes an object might have, of which ``has_bytes`` are written, if everything were evicted
         but notes and unfinished files."""
         (stored,) = db.execute("SELECT bytes FROM totals").fetchone()
-        room: int = self._free_bytes() + has_bytes - self._reserve_bytes() + stored - self._unfinished_bytes(db)
+        room: int = self._free_bytes() + has_bytes - self._reserve_bytes() + stored
         if self.capacity_bytes is not None:
-            room = min(room, self.capacity_bytes - notes.stored_bytes(self._catalog.root))
+            room = min(room, self.capacity_bytes - notes.stored_bytes(self.root))
         return room
 
     def _make_room(self, num_bytes: int) -> None:
@@ -404,7 +447,7 @@ class DiskRoom:
         """Return how many bytes more are stored and reserved than the capacity has; negative if it has room."""
         used: int
         (used,) = db.execute("SELECT bytes FROM totals").fetchone()
-        return used + notes.stored_bytes(self._catalog.root) - capacity_bytes
+        return used + self.unnamed_bytes + notes.stored_bytes(self.root) - capacity_bytes
 
     def _lacking_on_disk(self, num_bytes: int) -> int:
         return self._reserve_bytes() + num_bytes - self._free_bytes() - self._taken_bytes()
@@ -419,28 +462,24 @@ class DiskRoom:
                 return 0
             stored: int
             (stored,) = db.execute("SELECT bytes FROM totals").fetchone()
-            written = self._unfinished_bytes(db)
-        share, now = self._free_bytes() + stored - written + self._catalog.disk_bytes(), time.monotonic()
+        ours = stored + self._read_bytes() + self._catalog.disk_bytes()
+        share, now = self._free_bytes() + ours, time.monotonic()
         if share > self._share_bytes or now > self._shared_at_s + _DAY_S:
             self._share_bytes, self._shared_at_s = share, now
-        return max(0, int(self._share_bytes) - share - self._reserve_bytes() - written)
-
-    @staticmethod
-    def _unfinished_bytes(db: sqlite3.Connection) -> int:
-        """Return how many bytes are reserved for files that are being written."""
-        num_bytes: int
-        unfinished = f"SELECT coalesce(sum(bytes), 0) FROM files WHERE state = {FileState.WRITING:d}"
-        (num_bytes,) = db.execute(unfinished).fetchone()
-        return num_bytes
+        return max(0, int(self._share_bytes) - share - self._reserve_bytes() - self._reserved_bytes())
 
     def _free_bytes(self) -> int:
-        disk = os.statvfs(self._catalog.root)
+        disk = os.statvfs(self.root)
         return int(disk.f_bavail * disk.f_frsize)
+
+    def _free_beside_writes(self) -> int:
+        """Return how many bytes would be free if nothing were being written."""
+        return self._free_bytes() + sum(new.temp.disk_bytes() for new in list(self._new_files))
 
     def _reserve_bytes(self) -> int:
         if self._min_free_bytes is not None:
             return self._min_free_bytes
-        disk = os.statvfs(self._catalog.root)
+        disk = os.statvfs(self.root)
         return min(_MIN_FREE_BYTES, int(disk.f_blocks * disk.f_frsize * _MIN_FREE_PART))
 
     def _evict(self, lacking: int) -> int:
@@ -449,8 +488,8 @@ class DiskRoom:
 
         Pinned segments stay as fine as they are, and go when there are no others.
         """
-        if num_left := self.delete_leftovers():
-            return num_left
+        if num_freed := self.delete_read_files():
+            return num_freed
         self._catalog.save_uses()
         lacking += int((self.capacity_bytes or 0) * _SPARE_PART)
         before = time.time() - KEEP_PENDING_S
@@ -464,19 +503,25 @@ class DiskRoom:
         if freed < lacking and (dropped := self._coarsen_some(lacking - freed, before)):
             return freed + dropped
         with self._deleting() as (db, doomed):
-            for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
+            for _, segment, pinned in self._settled(db, _LEAST_USED, before):
                 if freed < lacking:
                     if pinned:
                         _limited.warning("pinned", "pinned segments are evicted: nothing else is left to evict")
                     freed += max(1, self._evict_segment(db, segment, doomed))
         return freed
 
+    def _settled(self, db: sqlite3.Connection, query: str, *values: float) -> list[tuple[Any, ...]]:
+        """Return a few of the segments that a query finds, names first, but none of which a file is being written."""
+        written = {rows.manifest_name(new.name) for new in list(self._new_files)}
+        found = db.execute(query, (*values, _EVICTED_AT_ONCE + len(written))).fetchall()
+        return [row for row in found if row[0] not in written][:_EVICTED_AT_ONCE]
+
     def _coarsen_some(self, lacking: int, before: float) -> int:
         """Make a few segments coarser. Return how many bytes that has freed."""
         if not self._drop_levels:
             return 0
         with self._catalog.writing() as db:
-            found = db.execute(_LEAST_USED_TO_COARSEN, (self._drop_levels, before)).fetchall()
+            found = self._settled(db, _LEAST_USED_TO_COARSEN, self._drop_levels, before)
         freed = 0
         for (name,) in found:
             if freed >= lacking:
@@ -495,7 +540,7 @@ class DiskRoom:
 
         This does not count as a use of the segment. The manifest's own bytes may exceed the capacity for a moment.
         """
-        content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
+        content = files.read_object(self.root, name, MAX_MANIFEST_BYTES)
         if content is None:
             return {}
         found = coarsened(decode_named_manifest(content, name), content)
@@ -506,55 +551,36 @@ class DiskRoom:
     def _replace_manifest(self, name: str, digest: str, content: bytes) -> bool:
         """Replace a manifest of this digest, without counting that as a use. Return whether it was there."""
         manifest = decode_manifest(content)
-        temp = None
+        new = NewFile(self, name, len(content))
         try:
+            new.write_all(content)
+            new.temp.sync()
             with self._catalog.writing() as db:
                 found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()
                 if found is None or found[0] != digest:
                     return False
-                file_id, temp = self._new_file(db, name, len(content))
-                db.execute(_SET_LAST_USED, (found[1], name))
-            rest = memoryview(content)
-            while rest:
-                rest = rest[temp.write(rest) :]
-            temp.sync()
-            with self._deleting() as (db, doomed):
-                if db.execute("SELECT digest FROM segments WHERE name = ?", (name,)).fetchone() != (digest,):
-                    return False
-                index = partial(rows.index_segment, db, manifest, content)
-                doomed += name_file(db, temp, file_id, name, len(content), index)
+                new.commit(db, partial(rows.index_segment, db, manifest, content))
                 db.execute(_SET_LAST_USED, (found[1], name))
             return True
         finally:
-            if temp is not None and temp.is_open:
-                temp.discard()
-                self.forget_file(file_id)
+            new.discard()
 
     def _delete_expired(self, db: sqlite3.Connection, doomed: list[Doomed]) -> None:
         """Delete expired segments, a few. Each write does this, so that none lasts long."""
         now = time.time()
-        for (segment,) in db.execute(_EXPIRED, (now, now - KEEP_PENDING_S)).fetchall():
+        for _, segment in self._settled(db, _EXPIRED, now, now - KEEP_PENDING_S):
             self._evict_segment(db, segment, doomed)
 
     def _evict_segment(self, db: sqlite3.Connection, segment: int, doomed: list[Doomed]) -> int:
         """Evict a segment, its manifest first. Return its bytes."""
-        query = "SELECT name, bytes FROM files WHERE segment = ? AND state = ? ORDER BY role"
-        stored = db.execute(query, (segment, FileState.STORED)).fetchall()
+        query = "SELECT name, bytes FROM files WHERE segment = ? ORDER BY role"
+        stored = db.execute(query, (segment,)).fetchall()
         self._remove(db, [name for name, _ in stored], doomed)
-        if not stored:  # or this segment would be the next one to evict for ever
-            rows.hide_segment(db, segment, SegmentState.LOOSE)
         self.num_evicted += 1
         return sum(size for _, size in stored)
 
     def _remove(self, db: sqlite3.Connection, names: Iterable[str], doomed: list[Doomed]) -> None:
         for name in names:
-            file_id = rows.remove_object(db, self._catalog.root, name)
-            if file_id is not None:
-                doomed.append((file_id, name))
-
-    def _delete_file(self, file_id: int, name: str) -> bool:
-        try:
-            return files.remove_temp(self._catalog.root, name.partition("/")[0], temp_name(file_id))
-        except OSError as e:
-            logger.warning("cannot delete a file of %s: %s", name, e)
-            return False
+            temp = rows.remove_object(db, self.root, name)
+            if temp is not None:
+                doomed.append((name, temp))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
 from sgl_kvfetch.directory import files, notes
-from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, page_rows, temp_name
+from sgl_kvfetch.directory.catalog import FileRole, SegmentState, page_rows
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.log import one_line
@@ -17,10 +17,6 @@ from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
 logger = logging.getLogger(__name__)
-
-_MARK_DELETING = (
-    f"UPDATE files SET state = {FileState.DELETING:d}, role = {FileRole.NAMED:d}, segment = NULL WHERE id = ?"
-)
 
 
 def manifest_name(name: str) -> str:
@@ -30,23 +26,16 @@ def manifest_name(name: str) -> str:
 
 def stored_id(db: sqlite3.Connection, name: str) -> int | None:
     """Return the identifier of an object's file; None if the catalog has none."""
-    row = db.execute("SELECT id FROM files WHERE name = ? AND state = ?", (name, FileState.STORED)).fetchone()
+    row = db.execute("SELECT id FROM files WHERE name = ?", (name,)).fetchone()
     return row and int(row[0])
 
 
 def add_file(
-    db: sqlite3.Connection,
-    name: str,
-    num_bytes: int,
-    state: FileState,
-    *,
-    file_id: int | None = None,
-    role: FileRole | None = None,
-    since: float | None = None,
-) -> int:
-    """Add a file that will be written, or that is stored. Return its identifier, a new one unless it is given.
+    db: sqlite3.Connection, name: str, num_bytes: int, *, role: FileRole | None = None, since: float | None = None
+) -> None:
+    """Add a stored file.
 
-    A stored manifest, or data that may complete a segment, leaves its segment ``UNREAD``: call `examine_segment` or
+    A manifest, or data that may complete a segment, leaves its segment ``UNREAD``: call `examine_segment` or
     `index_segment`. Writing a segment again is a use of it, so that its data is not evicted before its manifest is put.
     """
     since = time.time() if since is None else since
@@ -56,14 +45,12 @@ def add_file(
         "ON CONFLICT (name) DO UPDATE SET last_used = max(last_used, excluded.last_used)",
         (owner, SegmentState.LOOSE, since),
     )
-    segment, segment_state = db.execute("SELECT id, state FROM segments WHERE name = ?", (owner,)).fetchone()
+    segment, state = db.execute("SELECT id, state FROM segments WHERE name = ?", (owner,)).fetchone()
     role = FileRole.MANIFEST if name == owner else FileRole.PENDING if role is None else role
-    row = file_id, name, segment, num_bytes, state, role, since
-    added = db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-    if state == FileState.STORED and (role == FileRole.MANIFEST or segment_state == SegmentState.INCOMPLETE):
+    row = name, segment, num_bytes, role, since
+    db.execute("INSERT INTO files (name, segment, bytes, role, since) VALUES (?, ?, ?, ?, ?)", row)
+    if role == FileRole.MANIFEST or state == SegmentState.INCOMPLETE:
         db.execute("UPDATE segments SET state = ? WHERE id = ?", (SegmentState.UNREAD, segment))
-    assert added.lastrowid is not None
-    return added.lastrowid
 
 
 def is_unnamed(db: sqlite3.Connection, root: Path, name: str) -> bool:
@@ -74,9 +61,8 @@ def is_unnamed(db: sqlite3.Connection, root: Path, name: str) -> bool:
     """
     owner = manifest_name(name)
     known = db.execute(
-        "SELECT role FROM files JOIN segments ON segment = segments.id "
-        "WHERE files.name = ? AND files.state = ? AND segments.state = ?",
-        (name, FileState.STORED, SegmentState.FOUND),
+        "SELECT role FROM files JOIN segments ON segment = segments.id WHERE files.name = ? AND segments.state = ?",
+        (name, SegmentState.FOUND),
     ).fetchone()
     if known is not None and files.stat_object(root, owner) is not None:
         return bool(known == (FileRole.PENDING,))
@@ -96,68 +82,47 @@ def add_if_stored(db: sqlite3.Connection, root: Path, name: str) -> int | None:
     if info is None:
         return None
     if stored_id(db, name) is None:
-        add_file(db, name, info.size_bytes, FileState.STORED)
+        add_file(db, name, info.size_bytes)
     return info.size_bytes
 
 
-def store_file(db: sqlite3.Connection, file_id: int, name: str, num_bytes: int, replaced: int | None) -> None:
-    """Record that a written file has taken its object's name, from the file ``replaced`` if there was one."""
+def store_file(db: sqlite3.Connection, name: str, num_bytes: int) -> None:
+    """Record that a written file takes its object's name, from another file if one had it."""
     role = None
+    replaced = db.execute("SELECT id, role FROM files WHERE name = ?", (name,)).fetchone()
     if replaced is not None:
-        (role,) = db.execute("SELECT role FROM files WHERE id = ?", (replaced,)).fetchone()
-        db.execute(_MARK_DELETING, (replaced,))
-    db.execute("DELETE FROM files WHERE id = ?", (file_id,))  # no row in a catalog that was rebuilt meanwhile
-    add_file(db, name, num_bytes, FileState.STORED, file_id=file_id, role=role)
+        role = replaced[1]
+        db.execute("DELETE FROM files WHERE id = ?", replaced[:1])
+    add_file(db, name, num_bytes, role=role)
 
 
-def remove_object(db: sqlite3.Connection, root: Path, name: str) -> int | None:
-    """Rename an object's file aside, and return its identifier for deletion; None if there is no file. Raises
+def remove_object(db: sqlite3.Connection, root: Path, name: str) -> str | None:
+    """Take an object's name from its file. Return what `files.remove_aside` needs; None if there is no file. Raises
     OSError."""
     add_if_stored(db, root, name)
     file_id = stored_id(db, name)
     if file_id is None:
         return None
-    existed = files.set_aside(root, name, temp_name(file_id))
-    unname_file(db, file_id)
-    if existed:
-        return file_id
+    temp = files.set_aside(root, name)
     forget_file(db, file_id)
-    return None
+    return temp
 
 
-def unname_file(db: sqlite3.Connection, file_id: int) -> None:
-    """Record that a stored file has lost its name. A segment that loses what it needs is not found any more."""
+def forget_file(db: sqlite3.Connection, file_id: int) -> None:
+    """Record that a file has lost its name. A segment that loses what it needs is not found any more."""
     segment, role, state = db.execute(
         "SELECT segment, role, segments.state FROM files JOIN segments ON segment = segments.id WHERE files.id = ?",
         (file_id,),
     ).fetchone()
+    db.execute("DELETE FROM files WHERE id = ?", (file_id,))
     if role == FileRole.MANIFEST:
         hide_segment(db, segment, SegmentState.LOOSE)
         unnamed = FileRole.PENDING, time.time(), segment, FileRole.NAMED
         db.execute("UPDATE files SET role = ?, since = ? WHERE segment = ? AND role = ?", unnamed)
     elif role == FileRole.NAMED and state in (SegmentState.FOUND, SegmentState.UNREAD):
         hide_segment(db, segment, SegmentState.INCOMPLETE)
-    mark_deleting(db, file_id)
-
-
-def mark_deleting(db: sqlite3.Connection, file_id: int) -> None:
-    """Record that a file has its temporary name and belongs to no segment any more."""
-    row = db.execute("SELECT segment FROM files WHERE id = ?", (file_id,)).fetchone()
-    if row is None:  # in a catalog that was rebuilt meanwhile
-        return
-    db.execute(_MARK_DELETING, (file_id,))
     empty = "id = ? AND NOT EXISTS (SELECT 1 FROM files WHERE segment = segments.id)"
-    db.execute(f"DELETE FROM segments WHERE {empty}", row)
-
-
-def forget_file(db: sqlite3.Connection, file_id: int) -> None:
-    """Remove the row of a file that is gone. It may still count as stored: a full disk undoes transactions, but not the
-    renaming of files."""
-    if db.execute("SELECT state FROM files WHERE id = ?", (file_id,)).fetchone() == (FileState.STORED,):
-        unname_file(db, file_id)
-    else:
-        mark_deleting(db, file_id)
-    db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+    db.execute(f"DELETE FROM segments WHERE {empty}", (segment,))
 
 
 def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
@@ -178,8 +143,8 @@ def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -
     """Enter a manifest: which files it names, the pages that lookups find, and what eviction must know."""
     key = manifest.key
     (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (key.manifest_name,)).fetchone()
-    stored = "SELECT id, name, role FROM files WHERE segment = ? AND state = ? AND role != ?"
-    for file_id, name, role in db.execute(stored, (segment, FileState.STORED, FileRole.MANIFEST)).fetchall():
+    data = "SELECT id, name, role FROM files WHERE segment = ? AND role != ?"
+    for file_id, name, role in db.execute(data, (segment, FileRole.MANIFEST)).fetchall():
         new = FileRole.NAMED if name in manifest.data_names else FileRole.PENDING
         if new != role:
             db.execute("UPDATE files SET role = ?, since = ? WHERE id = ?", (new, time.time(), file_id))
@@ -248,11 +213,9 @@ def examine_segment(db: sqlite3.Connection, root: Path, name: str) -> SegmentSta
 
 def _compare_sizes(db: sqlite3.Connection, root: Path, segment: int) -> None:
     """Take the sizes of a segment's stored files from the disk, and forget those that are gone. Raises OSError."""
-    stored = "SELECT id, name FROM files WHERE segment = ? AND state = ?"
-    for file_id, name in db.execute(stored, (segment, FileState.STORED)).fetchall():
+    for file_id, name in db.execute("SELECT id, name FROM files WHERE segment = ?", (segment,)).fetchall():
         info = files.stat_object(root, name)
         if info is None:
-            unname_file(db, file_id)
             forget_file(db, file_id)
         else:
             db.execute("UPDATE files SET bytes = ? WHERE id = ?", (info.size_bytes, file_id))

@@ -12,7 +12,7 @@ from pathlib import Path
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog
-from sgl_kvfetch.directory.room import DiskRoom, Doomed, name_file
+from sgl_kvfetch.directory.room import DiskRoom, NewFile
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, ObjectName
 from sgl_kvfetch.stores import object_digest
@@ -26,52 +26,6 @@ class IncompleteSegmentError(StoreError):
 
     def __init__(self, message: str) -> None:
         super().__init__("invalid", message)
-
-
-class _NewFile:
-    """Writes a file within its reserved room. Every method may raise StoreError and OSError."""
-
-    def __init__(self, room: DiskRoom, name: str, num_bytes: int) -> None:
-        """Reserve room for ``num_bytes``."""
-        self._room = room
-        self._name = name
-        self._id, self._temp = room.reserve(name, num_bytes)
-        self._reserved_bytes = num_bytes
-        self._written_bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        more = self._written_bytes + len(view) - self._reserved_bytes
-        if more > 0:
-            self._room.grow(self._id, self._reserved_bytes, more)
-            self._reserved_bytes += more
-        while view:
-            written = self._room.retried(lambda rest=view: self._temp.write(rest), len(view))  # type: ignore[misc]
-            self._written_bytes += written
-            view = view[written:]
-
-    def write_at(self, data: memoryview, start: int) -> None:
-        """Write into the reserved room, from byte ``start`` on."""
-        assert start + len(data) <= self._reserved_bytes
-        self._written_bytes = max(self._written_bytes, start + len(data))
-        while data:
-            written = self._room.retried(lambda rest=data, at=start: self._temp.write_at(rest, at), len(data))  # type: ignore[misc]
-            data, start = data[written:], start + written
-
-    def read_at(self, start: int, length: int) -> bytes:
-        return self._temp.read_at(start, length)
-
-    def sync(self) -> None:
-        self._temp.sync()
-
-    def commit(self, db: sqlite3.Connection, index: Callable[[], None] = lambda: None) -> list[Doomed]:
-        return name_file(db, self._temp, self._id, self._name, self._written_bytes, index)
-
-    def discard(self) -> None:
-        """Remove the file unless it is committed."""
-        if self._temp.is_open:
-            self._temp.discard()
-            self._room.forget_file(self._id)
 
 
 def write_manifest(
@@ -98,21 +52,19 @@ def _write(
 ) -> bool:
     """Write a manifest if ``replaces`` agrees with the digest of the present one. Return whether it is there now."""
     name = manifest.key.manifest_name
-    doomed: list[Doomed] = []
     with files.os_errors(f"writing {name}"), room.noting_failure():
-        new = _NewFile(room, name, len(content))
+        new = room.reserve(name, len(content))
         try:
             new.write(content)
-            new.sync()
+            new.temp.sync()
             with catalog.writing() as db:
                 current = files.read_object(catalog.root, name, MAX_MANIFEST_BYTES)
                 if not replaces(None if current is None else object_digest(current)):
                     return current == content
                 _require_data(db, catalog.root, manifest)
-                doomed = new.commit(db, partial(rows.index_segment, db, manifest, content))
+                new.commit(db, partial(rows.index_segment, db, manifest, content))
         finally:
             new.discard()
-        room.delete_files(doomed)
     room.note_written()
     return True
 
@@ -151,7 +103,7 @@ class DataWriter:
         self.name = name.segment.data_name(name.content_digest)
         self._size_bytes = size_bytes or 0
         self._check = ContentCheck(self.name)
-        self._file: _NewFile | None = None
+        self._file: NewFile | None = None
         self._finished = False
         # A cancelled await leaves its thread running, so discard must not close the file during a write.
         self._lock = threading.Lock()
@@ -176,12 +128,11 @@ class DataWriter:
             file = self._opened()
             if not self._is_sound(file):
                 raise StoreError("invalid", f"{self.name}: the content does not match the digest in the name")
-            file.sync()
+            file.temp.sync()
             with self._catalog.writing() as db:
-                doomed = file.commit(db)
+                file.commit(db)
                 rows.examine_if_unread(db, self._catalog.root, self._owner)
             self._finished = True
-            self._room.delete_files(doomed)
             self._room.note_written()
 
     def discard(self) -> None:
@@ -191,12 +142,12 @@ class DataWriter:
             if self._file is not None:
                 self._file.discard()
 
-    def _is_sound(self, file: _NewFile) -> bool:
+    def _is_sound(self, file: NewFile) -> bool:
         return self._check.is_sound
 
-    def _opened(self) -> _NewFile:
+    def _opened(self) -> NewFile:
         if self._file is None:
-            self._file = _NewFile(self._room, self.name, self._size_bytes)
+            self._file = self._room.reserve(self.name, self._size_bytes)
         return self._file
 
 
@@ -221,9 +172,9 @@ class PartsWriter(DataWriter):
     def read_at(self, start: int, length: int) -> bytes | None:
         """Return a part that is written; None once the writer has ended. Raises StoreError."""
         with self._lock, files.os_errors(f"reading {self.name}"):
-            return None if self._finished else self._opened().read_at(start, length)
+            return None if self._finished else self._opened().temp.read_at(start, length)
 
-    def _is_sound(self, file: _NewFile) -> bool:
+    def _is_sound(self, file: NewFile) -> bool:
         for start in range(0, self._size_bytes, _CHECKED_AT_ONCE):
-            self._check.add(file.read_at(start, min(_CHECKED_AT_ONCE, self._size_bytes - start)))
+            self._check.add(file.temp.read_at(start, min(_CHECKED_AT_ONCE, self._size_bytes - start)))
         return self._check.is_sound

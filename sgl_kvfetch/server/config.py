@@ -42,7 +42,7 @@ class ServerConfig:
     tls_cert: Path | None = None  # PEM file with the certificate and its chain; with it, the server speaks only TLS
     tls_key: Path | None = None  # PEM file with the certificate's key
     tls_client_ca: Path | None = None  # PEM file; clients must have a certificate that one of these CAs signed
-    orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
+    orphan_age_s: float = 900.0  # data without a manifest is deleted at this age
     grace_s: float = 10.0  # time for requests in flight when the server stops
     upstream: str | None = None  # URL of the store that this one is in front of
     upstream_token_file: Path | None = None  # its token, read again on change

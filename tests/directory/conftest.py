@@ -22,11 +22,12 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
 
 
 def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
+    """Return the size of all objects in the folder, and of what is being written."""
+    return sum(path.stat().st_size for path in [*root.glob(f"{FOLDER}/*"), *unfinished(root)])
 
 
-def temporary(root: Path) -> list[Path]:
-    return list(root.rglob(".tmp-*"))
+def unfinished(root: Path) -> list[Path]:
+    return list(root.glob(".unfinished/*"))
 
 
 def age(*paths: Path, seconds: float = 1000) -> None:

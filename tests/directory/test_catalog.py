@@ -1,11 +1,9 @@
-"""What the catalog does where the disk, another process or an operator disturbs it."""
+"""What the catalog does where the disk or the machine disturbs it."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
-import sqlite3
 import subprocess
 import threading
 import time
@@ -16,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
-from harness.waiting import WAIT_S, until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 
@@ -48,47 +45,6 @@ async def test_a_log_that_may_not_grow_means_a_full_store(tmp_path: Path) -> Non
     assert (caught.value.reason, caught.value.retriable) == ("full", True)
     await store.put(data_object(b"more"), b"more")
     assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
-    await store.close()
-
-
-async def test_the_catalog_is_rebuilt_when_its_log_was_deleted(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for first in (0, 2):
-        await put_segment(store, make_segment(CHAIN, first, 2))
-    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
-    os.unlink(tmp_path / ".catalog" / "catalog.sqlite-wal")
-    await put_segment(store, make_segment(page_hashes(2, "other"), 0, 2))
-    await store.collect()
-    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
-    assert (await store.usage()).num_segments == 3
-    await store.close()
-    store = LocalStore(tmp_path)
-    assert (await store.usage()).num_segments == 3
-    await store.close()
-
-
-async def test_nothing_waits_for_a_process_that_locks_the_catalog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write waits for some seconds, and fails. No other request waits for it."""
-    monkeypatch.setattr("sgl_kvfetch.directory.catalog.BUSY_S", WAIT_S)
-    store = LocalStore(tmp_path, num_threads=1)
-    segment = make_segment(CHAIN, 0, 4)
-    await put_segment(store, segment)
-    other = sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    task = asyncio.create_task(store.put(data_object(b"new"), b"new"))
-    await until(store._catalog._writer_lock.locked)
-    assert await store.get(segment.data_name) == segment.data
-    assert await store.head(segment.data_name) is not None
-    assert (await store.usage()).num_segments == 1
-    assert [info.name async for info in store.list()]
-    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
-    assert not task.done()
-    other.execute("ROLLBACK")
-    await task
-    assert (await store.usage()).write_problem is None
-    other.close()
     await store.close()
 
 
@@ -151,7 +107,7 @@ async def test_a_write_goes_on_after_the_machine_has_stood_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it waits for has stood still as well."""
-    monkeypatch.setattr("sgl_kvfetch.directory.catalog.BUSY_S", 0.5)
+    monkeypatch.setattr("sgl_kvfetch.directory.catalog._BUSY_S", 0.5)
     store = LocalStore(tmp_path)
     monkeypatch.setattr(store._catalog, "_writer_lock", StandstillLock(1.0))
     await put_segment(store, make_segment(CHAIN, 0, 4))

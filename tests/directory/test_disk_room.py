@@ -1,14 +1,12 @@
-"""What is on the disk stays within the capacity, whatever writers, readers and other processes do."""
+"""What is on the disk stays within the capacity, whatever writers and readers do."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +20,7 @@ from sgl_kvfetch.directory import catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
-from tests.directory.conftest import disk_bytes, temporary
+from tests.directory.conftest import disk_bytes
 
 SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
 CAPACITY = 16 * SIZE
@@ -32,7 +30,7 @@ MakeStore = Callable[..., LocalStore]
 
 @pytest.fixture
 async def make(tmp_path: Path) -> AsyncIterator[MakeStore]:
-    """Makes stores on one directory, bounded unless told otherwise, and closes them."""
+    """Makes stores on one directory, one after the other, bounded unless told otherwise, and closes them."""
     stores = []
 
     def make(**options: object) -> LocalStore:
@@ -90,20 +88,6 @@ async def test_only_the_owner_may_read(make: MakeStore, tmp_path: Path) -> None:
     async with store.upload(data_object(b"x")) as upload:
         await upload.write(b"x")
         assert modes(tmp_path) == {0o700, 0o600}
-
-
-async def test_a_lock_on_a_directory_stops_nobody(make: MakeStore, tmp_path: Path) -> None:
-    """Any user who may read a directory may take such a lock."""
-    store = make()
-    await put(store, 0)
-    directory = os.open(tmp_path / FOLDER, os.O_RDONLY)
-    fcntl.flock(directory, fcntl.LOCK_SH)
-    try:
-        async with asyncio.timeout(30):
-            await put(store, 1)
-            await store.close()
-    finally:
-        os.close(directory)
 
 
 async def test_lookups_go_on_during_an_eviction(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +194,7 @@ async def test_a_smaller_capacity_than_before_is_reached_in_several_writes(make:
     store = make(capacity_bytes=4 * CAPACITY)
     for number in range(64):
         await put(store, number)
+    await store.close()
     store = make(capacity_bytes=2 * CAPACITY)
     evicted = 0
     for _ in range(1000):
@@ -267,17 +252,16 @@ async def test_uploads_that_are_given_up_leave_no_rows(make: MakeStore, tmp_path
 
 
 async def test_files_that_are_read_slowly_count(make: MakeStore, tmp_path: Path) -> None:
-    store, other = make(), make()
+    store = make()
     for number in range(14):
         await put(store, number)
-    opened = [await store.open_object(make_segment(chain(n), 0, 4, content=n).data_name) for n in range(7)]
-    opened += [await other.open_object(make_segment(chain(n), 0, 4, content=n).data_name) for n in range(7, 14)]
+    opened = [await store.open_object(make_segment(chain(n), 0, 4, content=n).data_name) for n in range(14)]
     for number in range(14, 40):
         await until_room(store, number)
-        unlinked = [os.fstat(reading.file.fileno()) for reading in opened if reading is not None]
-        assert disk_bytes(tmp_path) + sum(file.st_size for file in unlinked if file.st_nlink == 0) <= CAPACITY
+        assert disk_bytes(tmp_path) <= CAPACITY
     for number, reading in enumerate(opened):
         assert reading is not None
+        assert os.fstat(reading.file.fileno()).st_nlink == 1
         with reading.file as file:
             assert file.read() == make_segment(chain(number), 0, 4, content=number).data
     await until_room(store, 40)
@@ -285,7 +269,7 @@ async def test_files_that_are_read_slowly_count(make: MakeStore, tmp_path: Path)
     assert await found(store, range(40, 41)) == 1
 
 
-async def test_a_deleted_file_counts_while_it_is_read(make: MakeStore) -> None:
+async def test_a_deleted_file_counts_while_it_is_read(make: MakeStore, tmp_path: Path) -> None:
     store = make()
     await put(store, 0)
     segment = make_segment(chain(0), 0, 4, content=0)
@@ -298,77 +282,9 @@ async def test_a_deleted_file_counts_while_it_is_read(make: MakeStore) -> None:
     with opened.file as file:
         assert file.read() == segment.data
     await store.collect()
-    assert (await store.usage()).stored_bytes == len(segment.data) + len(segment.manifest.encode())
+    assert (await store.usage()).stored_bytes == disk_bytes(tmp_path)
+    assert disk_bytes(tmp_path) == len(segment.data) + len(segment.manifest.encode())
     assert parts(await store.lookup(FOLDER, chain(0))) == [(0, 4)]
-
-
-UPLOAD = """
-import asyncio, sys
-from pathlib import Path
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.room import DiskRoom
-
-async def main():
-    async with LocalStore(Path(sys.argv[1]), capacity_bytes=int(sys.argv[3])).upload(sys.argv[2]) as upload:
-        await upload.write(b"x" * int(sys.argv[4]))
-        print("written", flush=True)
-        sys.stdin.readline()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.process
-async def test_what_a_killed_writer_left_counts_until_it_is_collected(make: MakeStore, tmp_path: Path) -> None:
-    arguments = [tmp_path, data_object(b"x"), CAPACITY, CAPACITY // 8]
-    store = make()
-    pipe = asyncio.subprocess.PIPE
-    writer = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", UPLOAD, *map(str, arguments), stdin=pipe, stdout=pipe
-    )
-    assert writer.stdout is not None
-    assert await writer.stdout.readline() == b"written\n"
-    await store.collect()  # its writer lives
-    assert (await store.usage()).stored_bytes == disk_bytes(tmp_path) == CAPACITY // 8
-    writer.kill()
-    await writer.communicate()
-    for number in range(16):
-        await put(store, number)
-    assert disk_bytes(tmp_path) <= CAPACITY
-    await store.collect()
-    usage = await store.usage()
-    assert usage.stored_bytes == disk_bytes(tmp_path) <= CAPACITY - CAPACITY // 8
-
-
-DIES_BEFORE_ITS_ROW = """
-import asyncio, os, sys
-from pathlib import Path
-from sgl_kvfetch.directory import files
-from sgl_kvfetch.directory.local import LocalStore
-
-make = files.TempFile.__init__
-
-def made(*args):
-    make(*args)
-    os._exit(3)
-
-files.TempFile.__init__ = made
-asyncio.run(LocalStore(Path(sys.argv[1])).put(sys.argv[2], b"x"))
-"""
-
-
-async def test_a_writer_that_dies_before_its_row_is_kept_stops_no_other_one(make: MakeStore, tmp_path: Path) -> None:
-    # The database gives the same identifier out again, and the file of that name is there.
-    store = make()
-    await put(store, 0)
-    died = [sys.executable, "-c", DIES_BEFORE_ITS_ROW, str(tmp_path), data_object(b"x")]
-    assert (await (await asyncio.create_subprocess_exec(*died)).wait()) == 3
-    assert len(temporary(tmp_path)) == 1
-    await put(store, 1)
-    assert await found(store, range(2)) == 2
-    store = make(orphan_age_s=0)
-    await store.collect()
-    assert temporary(tmp_path) == []
 
 
 async def test_a_full_disk_evicts_and_writes_again(
@@ -412,7 +328,9 @@ class Disk:
 
 @pytest.fixture
 async def disk(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    await put(make(), 0)  # the catalog is there
+    first = make()
+    await put(first, 0)  # the catalog is there
+    await first.close()
     disk = Disk(tmp_path)
     monkeypatch.setattr("sgl_kvfetch.directory.room.os.statvfs", lambda path: disk)
     monkeypatch.setattr(catalog.Catalog, "disk_bytes", lambda self: 0)
@@ -549,10 +467,10 @@ async def test_no_statement_of_a_write_reads_a_whole_table(
     statements: set[str] = set()
     connect = catalog.Catalog._connect
 
-    def traced(opened: catalog.Catalog) -> tuple[catalog.Identity, sqlite3.Connection]:
-        identity, db = connect(opened)
+    def traced(opened: catalog.Catalog) -> sqlite3.Connection:
+        db = connect(opened)
         db.set_trace_callback(statements.add)
-        return identity, db
+        return db
 
     monkeypatch.setattr(catalog.Catalog, "_connect", traced)
     store = make()
@@ -572,42 +490,24 @@ async def test_no_statement_of_a_write_reads_a_whole_table(
                 whole = [step for step in plan if step.startswith("SCAN") or "rowid>?" in step]
                 # These are read in their order, a few rows each time; of pinned pages, one.
                 by_use, pending = "SCAN segments USING INDEX segments_by_use", "SCAN files USING INDEX files_pending"
-                few = by_use, pending, "SCAN pinned_pages", "SCAN files USING INDEX files_writing"
+                few = by_use, pending, "SCAN pinned_pages"
                 assert set(whole) <= {"SCAN totals", *few}, (statement, plan)
     db.close()
 
 
-async def test_processes_share_the_capacity(make: MakeStore, tmp_path: Path) -> None:
-    stores = [make() for _ in range(4)]
+async def test_writers_at_once_stay_within_the_capacity(make: MakeStore, tmp_path: Path) -> None:
+    store = make()
 
-    async def write(store: LocalStore, first: int) -> None:
+    async def write(first: int) -> None:
         for number in range(first, first + 10):
             await until_room(store, number)
 
     async with asyncio.TaskGroup() as tasks:
-        for i, store in enumerate(stores):
-            tasks.create_task(write(store, 10 * i))
-    assert disk_bytes(tmp_path) <= CAPACITY
-    assert {(await store.usage()).stored_bytes for store in stores} == {disk_bytes(tmp_path)}
-    assert await found(stores[0], range(40)) == (await stores[1].usage()).num_segments >= 8
-
-
-async def test_a_store_that_another_process_locks_answers_lookups(
-    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sgl_kvfetch.directory.catalog.BUSY_S", 1.0)
-    store = make()
-    await put(store, 0)
-    other = sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    assert parts(await store.lookup(FOLDER, chain(0))) == [(0, 4)]
-    with pytest.raises(StoreError, match="locked") as caught:
-        await put(store, 1)
-    assert (caught.value.reason, caught.value.retriable) == ("io", True)
-    assert "locked" in ((await store.usage()).write_problem or "")
-    other.close()
-    await put(store, 1)
-    assert (await store.usage()).write_problem is None
+        for i in range(4):
+            tasks.create_task(write(10 * i))
+    usage = await store.usage()
+    assert usage.stored_bytes == disk_bytes(tmp_path) <= CAPACITY
+    assert await found(store, range(40)) == usage.num_segments >= 8
 
 
 async def test_an_eviction_that_a_full_disk_undoes_does_not_leave_a_segment_without_files(

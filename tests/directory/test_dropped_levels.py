@@ -200,7 +200,7 @@ async def test_a_segment_that_is_written_again_while_gc_deletes_stays_whole(tmp_
 
 
 def write_before_deletions(store: LocalStore) -> list[int]:
-    """Have another process write the first segment again just before its data is deleted. Return its number then."""
+    """Write the first segment again just before its data is deleted, from another thread. Return its number then."""
     written: list[int] = []
     delete = store._room.delete
     store._collected_at = float("inf")  # or the collection of orphans would delete at the same time
@@ -209,15 +209,12 @@ def write_before_deletions(store: LocalStore) -> list[int]:
         names = list(names)
         for number in range(8):
             if not written and chain(number).manifest.data_names & set(names):
-                asyncio.run(write_again(store.root, number))
+                capacity = store._room.capacity_bytes
+                store._room.capacity_bytes = None  # or it would wait for the eviction that calls this
+                asyncio.run(fill(store, [number]))
+                store._room.capacity_bytes = capacity
                 written.append(number)
         return delete(names, *condition)
 
     store._room.delete = write_and_delete  # type: ignore[method-assign, assignment]
     return written
-
-
-async def write_again(root: Path, number: int) -> None:
-    other = LocalStore(root)
-    await fill(other, [number])
-    await other.close()

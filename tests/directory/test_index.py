@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from harness.small_segments import FOLDER, NAMESPACE, page_hashes
 from sgl_kvfetch.directory import catalog as index, rows
-from sgl_kvfetch.directory.catalog import Catalog, FileState
+from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.keys import Namespace, SegmentKey
 
 SPACE = FOLDER
@@ -53,15 +53,14 @@ class PageIndex:
 
     def add(self, manifest: FakeManifest) -> None:
         if rows.stored_id(self.db, manifest.name) is None:
-            rows.add_file(self.db, manifest.name, 1, FileState.STORED)
+            rows.add_file(self.db, manifest.name, 1)
         rows.index_segment(self.db, manifest, manifest.name.encode())  # type: ignore[arg-type]
 
     def remove(self, name: str) -> bool:
         file_id = rows.stored_id(self.db, name)
         if file_id is None:
             return False
-        rows.unname_file(self.db, file_id)
-        self.db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        rows.forget_file(self.db, file_id)
         return True
 
     def count(self, table: str) -> int:

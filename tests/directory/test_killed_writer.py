@@ -12,45 +12,41 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.local import LocalStore
+from tests.directory.conftest import disk_bytes, unfinished
+from tests.directory.killed_writer import NUM_PAGES
 
-NUM_SEGMENTS = 4
 
-
-def write_and_die(root: Path, segments: Path, after_s: float) -> None:
-    script = Path(__file__).with_name("killed_writer.py")
-    with subprocess.Popen([sys.executable, script, root, segments], stdout=subprocess.PIPE) as writer:
+def write_and_die(root: Path, turn: int, after_s: float) -> set[str]:
+    """Return the segments that were acknowledged, and that nobody began to delete."""
+    command = [sys.executable, "-m", "tests.directory.killed_writer", str(root), str(turn)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
+        first = writer.stdout.readline()
         time.sleep(after_s)
         writer.kill()
+        lines = [first, *writer.stdout]
+    said = [line.split() for line in lines if line.endswith("\n")]
+    return {name for what, name in said if what == "put"} - {name for what, name in said if what == "delete"}
 
 
-@pytest.mark.slow
-async def test_a_killed_writer_leaves_no_half_segment(tmp_path: Path) -> None:
-    chain = page_hashes(NUM_SEGMENTS * 512)
-    segments = [make_segment(chain, i * 512, 512) for i in range(NUM_SEGMENTS)]
-    contents = {}
-    for segment in segments:
-        contents[segment.data_name] = segment.data
-        contents[segment.manifest.key.manifest_name] = segment.manifest.encode()
-    work = tmp_path / "segments"
-    work.mkdir()
-    (work / "names").write_text("\n".join(contents))
-    for i, content in enumerate(contents.values()):
-        (work / str(i)).write_bytes(content)
-
-    root = tmp_path / "store"
-    store = LocalStore(root, orphan_age_s=0.001)
-    pause = random.Random(0)
-    for _ in range(8):
-        await asyncio.to_thread(write_and_die, root, work, pause.uniform(0, 0.1))
-        for info in [info async for info in store.list()]:
-            assert await store.get(info.name) == contents[info.name]
-        for first in range(0, len(chain), 512):
-            for hit in (await store.lookup(FOLDER, chain[first : first + 512])).hits:
-                manifest = decode_manifest(hit.manifest)
-                assert await store.get(manifest.data_name(manifest.variants[0])) is not None
-    await asyncio.sleep(0.01)
-    await store.collect()
-    assert list(root.rglob(".tmp-*")) == []
-    await store.close()
+@pytest.mark.process
+async def test_an_owner_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path: Path) -> None:
+    """The next one has the directory at once, and finds it right."""
+    pause, expected = random.Random(0), set[str]()
+    for turn in range(5):
+        expected |= await asyncio.to_thread(write_and_die, tmp_path, turn, pause.uniform(0, 0.2))
+        store = LocalStore(tmp_path, orphan_age_s=0.001)
+        for name in expected:
+            chain = page_hashes(NUM_PAGES, name)
+            (hit,) = (await store.lookup(FOLDER, chain)).hits
+            segment = make_segment(chain, 0, NUM_PAGES, content=int(name.partition(".")[2]))
+            assert decode_manifest(hit.manifest) == segment.manifest
+            assert await store.get(segment.data_name) == segment.data
+        assert unfinished(tmp_path) == []
+        await asyncio.sleep(0.01)
+        await store.collect()
+        usage = await store.usage()
+        assert usage.stored_bytes == disk_bytes(tmp_path)
+        assert usage.num_segments >= len(expected)
+        await store.close()
+    assert len(expected) > 5

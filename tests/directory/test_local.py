@@ -6,7 +6,6 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,52 +14,30 @@ import xxhash
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.directory.files import TempFile
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.room import DiskRoom
+from sgl_kvfetch.directory.room import DiskRoom, NewFile
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.tools.encoder import make_targets, transcode
-from tests.directory.conftest import age, disk_bytes, temporary
+from tests.directory.conftest import age, disk_bytes, unfinished
 
 SPACE = FOLDER
-
-
-@pytest.fixture
-async def other(tmp_path: Path) -> AsyncIterator[LocalStore]:
-    """A second store on the same directory, as another process would open it."""
-    store = LocalStore(tmp_path)
-    yield store
-    await store.close()
 
 
 def manifests(root: Path) -> list[Path]:
     return list(root.rglob("*.kvm"))
 
 
-async def test_a_restart_finds_everything(store: LocalStore, other: LocalStore) -> None:
+async def test_a_restart_finds_everything(store: LocalStore, tmp_path: Path) -> None:
     chain = page_hashes(8)
     await put_segment(store, make_segment(chain, 0, 8))
-    assert parts(await other.lookup(SPACE, chain)) == [(0, 8)]
-    assert await other.usage() == await store.usage()
-    assert (await store.usage()).num_segments == 1
-
-
-async def test_changes_by_other_processes_are_seen(store: LocalStore, other: LocalStore) -> None:
-    chain = page_hashes(8)
-    assert await store.lookup(SPACE, chain) == Lookup(())
-    await put_segment(other, make_segment(chain, 0, 4))
-    assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
-    segment = make_segment(chain, 4, 4)
-    await put_segment(other, segment)
-    assert parts(await store.lookup(SPACE, chain)) == [(0, 4), (0, 4)]
-    replacement = make_segment(chain, 0, 4, codec="deflate")
-    await put_segment(other, replacement)
-    assert (await store.lookup(SPACE, chain)).hits[0].manifest == replacement.manifest.encode()
-    await other.delete(segment.data_name)  # the manifest alone is no segment
-    assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
-    await other.delete(replacement.manifest.key.manifest_name)
-    assert await store.lookup(SPACE, chain) == Lookup(())
+    usage = await store.usage()
+    assert usage.num_segments == 1
+    await store.close()
+    again = LocalStore(tmp_path)
+    assert parts(await again.lookup(SPACE, chain)) == [(0, 8)]
+    assert await again.usage() == usage
+    await again.close()
 
 
 async def test_a_deleted_namespace_directory_is_forgotten(store: LocalStore, tmp_path: Path) -> None:
@@ -99,7 +76,7 @@ async def test_data_with_a_wrong_digest_is_refused(store: LocalStore, tmp_path: 
         await store.put(name, b"wrong")
     assert caught.value.reason == "invalid"
     assert await store.get(name) is None
-    assert temporary(tmp_path) == []
+    assert unfinished(tmp_path) == []
 
 
 async def test_corrupt_manifests_are_skipped_and_logged_once(
@@ -151,10 +128,7 @@ async def test_orphans_are_collected_once_old(tmp_path: Path) -> None:
     broken = make_segment(page_hashes(4, "broken"), 0, 4)
     await put_segment(store, broken)
     await store.delete(broken.data_name)
-    old_temp, young_temp = (tmp_path / SPACE / f".tmp-{age}" for age in ("old", "young"))
-    for temp in (old_temp, young_temp):
-        temp.write_bytes(b"half")
-    for path in (kept.data_name, orphan.data_name, broken.manifest.key.manifest_name, old_temp):
+    for path in (kept.data_name, orphan.data_name, broken.manifest.key.manifest_name):
         age(tmp_path / path, seconds=120)
     await store.collect()
     assert {info.name async for info in store.list()} == {
@@ -162,7 +136,6 @@ async def test_orphans_are_collected_once_old(tmp_path: Path) -> None:
         kept.manifest.key.manifest_name,
         young.data_name,
     }
-    assert temporary(tmp_path) == [young_temp]
     await store.close()
 
 
@@ -187,7 +160,7 @@ async def test_a_full_disk(
         with pytest.raises(StoreError) as caught:
             await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
         assert caught.value.reason == "full"
-    assert temporary(tmp_path) == []
+    assert unfinished(tmp_path) == []
     assert await store.lookup(SPACE, chain) == Lookup(())
     await put_segment(store, segment)
     assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
@@ -203,7 +176,7 @@ async def test_other_file_system_errors(store: LocalStore, tmp_path: Path, monke
         with pytest.raises(StoreError) as caught:
             await store.put(name, b"x")
     assert caught.value.reason == "io"
-    assert temporary(tmp_path) == []
+    assert unfinished(tmp_path) == []
     await store.put(name, b"x")
     with monkeypatch.context() as patch:
         patch.setattr("sgl_kvfetch.directory.files.os.pread", broken)
@@ -266,7 +239,7 @@ async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing
 ) -> None:
     reserve, begun, go_on = DiskRoom.reserve, threading.Event(), threading.Event()
 
-    def slow(room: DiskRoom, name: str, num_bytes: int) -> tuple[int, TempFile]:
+    def slow(room: DiskRoom, name: str, num_bytes: int) -> NewFile:
         begun.set()
         assert go_on.wait(WAIT_S)
         return reserve(room, name, num_bytes)
@@ -278,7 +251,7 @@ async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert temporary(tmp_path) == []
+    assert unfinished(tmp_path) == []
     assert (await store.usage()).stored_bytes == 0
 
 
@@ -287,9 +260,9 @@ async def test_an_aborted_upload_leaves_nothing(store: LocalStore, tmp_path: Pat
     name = data_object(content)
     async with store.upload(name) as upload:
         await upload.write(content)
-        assert len(temporary(tmp_path)) == 1
+        assert len(unfinished(tmp_path)) == 1
         assert [info async for info in store.list()] == []
-    assert temporary(tmp_path) == []
+    assert unfinished(tmp_path) == []
     assert await store.get(name) is None
     async with store.upload(name) as upload:
         for start in range(0, len(content), 1000):
@@ -385,7 +358,7 @@ class TestCapacity:
         with pytest.raises(StoreError) as caught:
             await store.put(data_object(content), content)
         assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
-        assert temporary(tmp_path) == []
+        assert unfinished(tmp_path) == []
         await store.put(data_object(content[:900]), content[:900])  # a failed put keeps no reservation
         await store.close()
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,24 +12,41 @@ from harness.small_segments import make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.notes import Pin, put_pin
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)
 
 
-async def test_a_directory_that_is_served_is_nobody_elses(tmp_path: Path) -> None:
-    served, other = LocalStore(tmp_path), LocalStore(tmp_path)
-    served.own()
-    with pytest.raises(StoreError, match=r"other processes use .*: end them first"):
-        await put_segment(other, SEGMENT)
-    served.owner.say_url("http://127.0.0.1:8700")
+async def test_a_directory_belongs_to_one_store(tmp_path: Path) -> None:
+    """And to the next one from the moment at which the first is closed."""
+    first, other = LocalStore(tmp_path), LocalStore(tmp_path)
+    await put_segment(first, SEGMENT)
+    has_it = f"process {os.getpid()} has {tmp_path}: wait for its end; to share the directory, run `kvfetch serve "
+    for use in (other.usage, lambda: other.get(SEGMENT.data_name), lambda: put_segment(other, SEGMENT)):
+        with pytest.raises(StoreError, match=re.escape(has_it)):
+            await use()
+    first.owner.say_url("http://127.0.0.1:8700")
     with pytest.raises(StoreError, match=r"serves .*: use http://127\.0\.0\.1:8700 instead"):
         await other.usage()
-    await put_segment(served, SEGMENT)
-    await served.close()
+    await put_segment(first, SEGMENT)
+    await first.close()
     assert (await other.usage()).num_segments == 1
-    with pytest.raises(StoreError, match="other processes use"):
-        LocalStore(tmp_path).own()
     await other.close()
+
+
+async def test_a_store_has_its_directory_from_the_moment_at_which_it_creates_it(tmp_path: Path) -> None:
+    pin = Pin("pin", 1, b"x" * 32)
+    for folder, write in (
+        ("segment", lambda store: put_segment(store, SEGMENT)),
+        ("note", lambda store: put_pin(store, pin)),
+    ):
+        first, other = LocalStore(tmp_path / folder), LocalStore(tmp_path / folder)
+        assert (await first.usage()).num_segments == 0
+        await write(first)
+        with pytest.raises(StoreError, match="has "):
+            await other.usage()
+        await first.close()
+        await other.close()
 
 
 @pytest.mark.process

@@ -45,7 +45,7 @@ COLLIDING = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], *colliding_hashes()
 
 
 @pytest.mark.process
-async def test_no_manifest_has_a_page_hash_twice(store: LocalStore, tmp_path: Path) -> None:
+async def test_no_manifest_has_a_page_hash_twice(tmp_path: Path) -> None:
     name, content = REPEATED.manifest.key.manifest_name, REPEATED.manifest.encode()
     with pytest.raises(FormatError, match="same page hash twice"):
         decode_named_manifest(content, name)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fcntl
 import os
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
-from sgl_kvfetch.directory import files
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.stores.base import AdminStore
@@ -158,7 +155,7 @@ async def test_profiles_take_a_part_of_the_capacity(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"the limit is \d+, 0\.125 of the capacity") as caught:
         await small.put_note(PROFILES, name, data)
     assert caught.value.reason == "full"
-    assert not list((tmp_path / "small").rglob(".tmp-*"))
+    assert not list((tmp_path / "small").glob(".unfinished/*"))
     await small.close()
 
     capacity = max(8 * len(data), len(data) + 4 * size)
@@ -185,34 +182,6 @@ async def test_uploads_at_once_count_each_other_before_a_byte_is_sent(tmp_path: 
         if not isinstance(each, BaseException):
             await upload.__aexit__(None, None, None)
     await store.put_note(PROFILES, name, data)  # what was given up takes nothing
-    await store.close()
-
-
-@pytest.mark.parametrize("is_removed", [True, False])
-async def test_an_upload_that_another_process_takes_for_a_dead_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
-) -> None:
-    """Between the moments at which a file is made and locked, whoever begins another upload may open and lock it."""
-    name, data = seal_profile(save(tmp_path), NO_KEYS)
-    root, lock = tmp_path / "store", files._lock
-    meanwhile: list[TextIO] = []
-
-    def taken(fd: int, kind: int) -> bool:
-        if not meanwhile and kind == fcntl.LOCK_EX:
-            (temp,) = (root / ".profiles" / WEIGHTS).iterdir()
-            meanwhile.append(temp.open())
-            fcntl.flock(meanwhile[0], fcntl.LOCK_EX)
-            if is_removed:
-                temp.unlink()
-                fcntl.flock(meanwhile[0], fcntl.LOCK_UN)
-        return lock(fd, kind)
-
-    monkeypatch.setattr(files, "_lock", taken)
-    store = LocalStore(root)
-    await store.put_note(PROFILES, name, data)
-    assert [info.name for info in await store.notes(PROFILES)] == [name]
-    assert len(list((root / ".profiles" / WEIGHTS).iterdir())) == 1
-    meanwhile[0].close()
     await store.close()
 
 

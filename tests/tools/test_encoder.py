@@ -38,7 +38,7 @@ ORPHAN_AGE_S = 900.0
 
 
 class Meddler(LocalStore):
-    """A store that lets a test act as another process at a chosen moment."""
+    """A store that lets a test act as another client at a chosen moment."""
 
     before_replace: Callable[[], object] | None = None
     evicted: tuple[str, ...] = ()  # names that are gone when the first data object is read
@@ -263,10 +263,9 @@ async def test_a_segment_deleted_during_encoding_stays_deleted(local: Meddler) -
     gone, stays = segments(2)
     for segment in (gone, stays):
         await commit_segment(local, segment)
-    other = LocalStore(local.root)
 
     async def delete_it() -> None:
-        await delete_segment(other, gone.manifest)
+        await delete_segment(local, gone.manifest)
 
     local.before_replace = delete_it
     tally = (await encode(local)).tally
@@ -276,7 +275,6 @@ async def test_a_segment_deleted_during_encoding_stays_deleted(local: Meddler) -
     left = {name for name in await names(local) if gone.manifest.key.stem in name}
     assert all(name.endswith(".kvd") for name in left)  # the store collects those, by their age
     assert (await local.lookup(gone.manifest.key.namespace, gone.manifest.page_hashes)).hits == ()
-    await other.close()
 
 
 async def test_data_evicted_before_it_is_read_is_no_failure(local: Meddler) -> None:
@@ -391,21 +389,22 @@ async def test_data_without_a_manifest_is_left_alone(local: Meddler) -> None:
     assert await names(local) == {segment.data_name}
 
 
-async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler) -> None:
+async def test_watch_encodes_new_segments_and_survives_an_outage(
+    local: Meddler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = segments(2)
-    is_down, num_failed = False, 0
+    is_down, num_failed, get = False, 0, local.get
 
-    class Flaky(LocalStore):
-        async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-            nonlocal num_failed
-            if is_down:
-                num_failed += 1
-                raise StoreError("refused", "as told", retriable=True)
-            return await super().get(name, start, length)
+    async def flaky_get(name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        nonlocal num_failed
+        if is_down:
+            num_failed += 1
+            raise StoreError("refused", "as told", retriable=True)
+        return await get(name, start, length)
 
-    flaky = Flaky(local.root)
+    monkeypatch.setattr(local, "get", flaky_get)
     await commit_segment(local, first)
-    encoder = Encoder(flaky, EncodeOptions(HEVC, grace_s=0))
+    encoder = Encoder(local, EncodeOptions(HEVC, grace_s=0))
     watching = asyncio.create_task(encoder.watch(0.02))
     await until_encoded(encoder, 1)
     is_down = True
@@ -417,7 +416,6 @@ async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     await encoder.close()
-    await flaky.close()
     assert encoder.tally.failures == {}
     for segment in (first, second):
         await require_encoded(local, segment)
@@ -425,18 +423,16 @@ async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler)
 
 @pytest.mark.parametrize(("call", "reason"), [("get", "unauthorised"), ("require_replace", "invalid")])
 async def test_a_store_that_lets_nobody_encode_ends_the_encoder_and_is_left_alone(
-    local: Meddler, call: str, reason: StoreErrorReason
+    local: Meddler, monkeypatch: pytest.MonkeyPatch, call: str, reason: StoreErrorReason
 ) -> None:
     await commit_segment(local, segments(1)[0])
     before = await names(local)
-    store = LocalStore(local.root)
-    setattr(store, call, AsyncMock(side_effect=StoreError(reason, "as told")))
-    encoder = Encoder(store, EncodeOptions(HEVC))
+    monkeypatch.setattr(local, call, AsyncMock(side_effect=StoreError(reason, "as told")))
+    encoder = Encoder(local, EncodeOptions(HEVC))
     for run in (encoder.run_once, lambda: encoder.watch(0.01)):
         with pytest.raises(StoreError, match="as told"):
             await run()
     await encoder.close()
-    await store.close()
     assert await names(local) == before
 
 
