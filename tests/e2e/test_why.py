@@ -234,8 +234,9 @@ def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: P
             (4, Reason.IO, {}),
         ):
             if reason == Reason.IO:
-                shutil.rmtree(store.directory / ".unfinished")
-                (store.directory / ".unfinished").touch()  # in the way of what is written
+                (folder,) = (path for path in store.directory.iterdir() if not path.name.startswith("."))
+                shutil.rmtree(folder)
+                folder.touch()  # in the way of what is written
             with StoreProcess(store.directory, port=store.port, **limits) as limited:
                 with misses(server, "write", {reason}):
                     send(server, seed, reason)
