@@ -54,9 +54,9 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane import audit
 from sgl_kvfetch.plane.audit import Compared, compare, places_of
-from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.store import open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
 
 _AUDITED = 128
 _PAGE = 16

@@ -51,14 +51,13 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.engine.data_plane import DataPlane
+from sgl_kvfetch.engine.process import DataPlaneProcess, ReadPages
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.arena import SharedPool
-from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.fetch.plan import ReadSize, ReadUnit, read_units
-from sgl_kvfetch.plane.process import DataPlaneProcess, Line, ReadPages
-from sgl_kvfetch.plane.protocol import Found, Start
-from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plane.store import READ_SIZE, WHOLE_SPANS
+from sgl_kvfetch.protocol.arena import Line, SharedPool, StagedValues
+from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage, Start
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.keyed import with_keys
 from sgl_kvfetch.stores.open import open_hedged
@@ -387,7 +386,7 @@ def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pag
 
 
 def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
-    return plane.look_up(hashes).result()
+    return plane.look_up(Stage(0, b"".join(hashes), is_read_ahead=True)).result()
 
 
 def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]]) -> None:
@@ -395,7 +394,8 @@ def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]]) -> None:
     fetches, first = [], 0
     for hashes in prefixes:
         _find(plane, hashes)
-        over = plane.fetch(hashes, range(first, first + len(hashes)), time.monotonic() + _TIMEOUT_S).over
+        places = tuple(range(first, first + len(hashes)))
+        over = plane.fetch(FetchPages(0, b"".join(hashes), places, time.monotonic() + _TIMEOUT_S)).over
         first += len(hashes)
         fetches.append((over, len(hashes)))
     for over, num_pages in fetches:

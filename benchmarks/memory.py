@@ -49,9 +49,9 @@ from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice, buddy_split
-from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 
 if TYPE_CHECKING:
@@ -269,10 +269,10 @@ class _Engine:
     def __init__(self, setup: Setup, config: KVFetchConfig, client: StoreClient, num_tokens: int) -> None:
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
-        from sgl_kvfetch.plane.arena import Arena, Room
         from sgl_kvfetch.plane.fetch.finder import StoredPrompts
         from sgl_kvfetch.plane.staging import Stager
         from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, ValueLoader
+        from sgl_kvfetch.protocol.arena import Arena, Room
 
         heads = setup.heads(setup.make_quantiser())
         pool = make_pool(setup, num_tokens, "cpu")
@@ -290,9 +290,9 @@ class _Engine:
         self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))
 
     async def fetch(self, hashes: Sequence[bytes]) -> None:
-        from sgl_kvfetch.plane.protocol import Stage, Unstage
-        from sgl_kvfetch.plane.staging import StagedValues
         from sgl_kvfetch.plugin.device.pages import Load
+        from sgl_kvfetch.protocol.arena import StagedValues
+        from sgl_kvfetch.protocol.messages import Stage, Unstage
 
         self._stager.begin(Stage(1, b"".join(hashes)))
         answer = await self._staged.get()

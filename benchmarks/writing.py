@@ -33,10 +33,11 @@ from benchmarks.processes import usage
 from benchmarks.report import write_json
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.engine.data_plane import DataPlane
+from sgl_kvfetch.engine.process import DataPlaneProcess
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.process import DataPlaneProcess, Line
-from sgl_kvfetch.plane.protocol import Start
+from sgl_kvfetch.protocol.arena import Line
+from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.types import TENSORS, TensorName
 
 _PAGE_SIZE, _LAYERS, _HEADS, _DIM = 64, 32, 8, 128

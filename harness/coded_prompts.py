@@ -9,10 +9,9 @@ import torch
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import Quantiser
-from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
+from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, gpu_restores
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, span_parts
-from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.protocol.arena import Arena, StagedCode, StagedValues
 
 
 def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> StagedValues:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from harness.waiting import wait_until
-from sgl_kvfetch.plane import protocol, store
+from sgl_kvfetch.plane import store
 from sgl_kvfetch.plugin.device.parking import Board
+from sgl_kvfetch.protocol import messages
 from sgl_kvfetch.stores.open import open_hedged
 
 _NAMES = {"kvfetch": "event loop", "MainThread": "SGLang"}
-_LIVENESS = (protocol.Ping, protocol.Pong)
+_LIVENESS = (messages.Ping, messages.Pong)
 
 
 class HandOver(NamedTuple):
@@ -94,14 +95,14 @@ def hand_overs() -> Iterator[list[HandOver]]:
             note(setters.pop(self), _here(), f"{type(got).__name__}, by a future")
         return got
 
-    real_encode = protocol.encode
+    real_encode = messages.encode
     with ExitStack() as stack:
         for owner, name, watched in (
             (ThreadPoolExecutor, "submit", submit),
             (asyncio.BaseEventLoop, "call_soon_threadsafe", call_soon),
-            (protocol, "encode", encode),
-            (protocol, "encode", encode),
-            (protocol.MessageReader, "feed", feed),
+            (messages, "encode", encode),
+            (messages, "encode", encode),
+            (messages.MessageReader, "feed", feed),
             (Board, "report", report),
             (Future, "set_result", set_result),
             (Future, "result", result),

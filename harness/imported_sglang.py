@@ -35,7 +35,7 @@ _READ_LATE = {
 }
 
 # What data planes import without metrics: `prometheus_client` reads at import in which folder processes share them.
-_OF_DATA_PLANES = "directory.local", "plane.config", "stores.http"
+_OF_DATA_PLANES = "directory.local", "protocol.quantiser", "stores.http"
 
 
 def common_environment() -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.plane.arena import StridedPages
+from sgl_kvfetch.protocol.arena import StridedPages
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 

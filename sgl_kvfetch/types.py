@@ -19,6 +19,8 @@ KV_DTYPES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_
 TensorName = Literal["k", "v"]
 TENSORS: tuple[TensorName, TensorName] = ("k", "v")
 
+SideKey = tuple[str, int]  # a side pool, and one of some pages, counted from the first
+
 MAX_LAYERS = 1024
 MAX_HEADS = 128
 MAX_HEAD_DIM = 1024

@@ -1,5 +1,5 @@
-"""What users write: sizes, durations, text files, and secrets in files and in the environment; files that they replace
-while we run; and files that are kept for them.
+"""What users write: URLs of stores, sizes, durations, text files, and secrets in files and in the environment; files
+that they replace while we run; and files that are kept for them.
 
 Editors put characters into files that nobody sees: a byte order mark at the start, spaces of no width after a copy from
 a web page. In a secret, they would only show as a refusal elsewhere.
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+
+# The form of a store's URL, by its scheme.
+STORE_URLS = {"http": "http://HOST:PORT", "https": "https://HOST:PORT", "s3": "s3://BUCKET/PREFIX"}
 
 UNITS = "kmgtp"
 _TOO_MANY_BYTES = 1 << 63

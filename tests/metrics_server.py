@@ -24,10 +24,10 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_tokeni
 from harness.engine import free_port
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.arena import SharedPool
-from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.process import DataPlaneProcess
-from sgl_kvfetch.plane.protocol import Found, Start
+from sgl_kvfetch.engine.data_plane import DataPlane
+from sgl_kvfetch.engine.process import DataPlaneProcess
+from sgl_kvfetch.protocol.arena import SharedPool
+from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage, Start
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 NUM_PAGES = 8
@@ -48,7 +48,7 @@ def open_plane(url: str) -> DataPlane:
 
 
 def look_up(plane: DataPlane, hashes: list[bytes]) -> Found:
-    return plane.look_up(hashes).result(WAIT_S)
+    return plane.look_up(Stage(0, b"".join(hashes), is_read_ahead=True)).result(WAIT_S)
 
 
 def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:
@@ -56,7 +56,8 @@ def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:
     values = {tensor: x.view(len(hashes), SMALL.page_size, *x.shape[1:]) for tensor, x in tensors}
     plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
     wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes), poll_s=0.1)
-    over = plane.fetch(hashes, range(len(hashes)), time.monotonic() + WAIT_S).over
+    places = tuple(range(len(hashes)))
+    over = plane.fetch(FetchPages(0, b"".join(hashes), places, time.monotonic() + WAIT_S)).over
     assert over.result(WAIT_S).num_pages == len(hashes)
 
 

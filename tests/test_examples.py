@@ -27,8 +27,8 @@ from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, running_s3_server
 from harness.small_segments import make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.store import open_configured_store
+from sgl_kvfetch.protocol.config import parse_config
 from tests.conftest import ROOT
 from tests.test_helm import KUBERNETES, helm, rendered
 

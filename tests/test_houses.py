@@ -18,9 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sgl_kvfetch", "triton_kernels", "cpu_engine")
-HOUSES = ("codec", "stores", "directory", "server", "plane", "plugin", "tools")
-WITH_A_DOOR = ("codec", "stores", "directory", "plane", "tools")
-OPEN = ("stores.upkeep", "stores.wire")  # modules that others may enter: all that they have is for others
+HOUSES = ("codec", "stores", "directory", "protocol", "server", "engine", "plane", "plugin", "tools")
+WITH_A_DOOR = ("codec", "stores", "directory", "protocol", "engine", "tools")
+# Modules that others may enter: all that they have is for others.
+OPEN = ("protocol.messages", "stores.upkeep", "stores.wire")
 # What people import who use the package as a library.
 FOR_PEOPLE = ("docs/library.md", "examples/compress.py")
 
@@ -43,7 +44,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("place", "line", "contract"),
     [
         ("stores", "def f():\n    from sgl_kvfetch.directory import LocalStore", "Each house may enter only"),
-        ("plugin", "from sgl_kvfetch.stores import Store", "The plugin enters the data plane and the codec alone"),
+        ("plugin", "from sgl_kvfetch.stores import Store", "The engine's process enters neither"),
         ("plane", "import sglang", "Only plugin/ imports sglang"),
         ("plugin", "import sglang_on_cpu", "The package does not know the CPU engine"),
         ("codec", "import aiohttp", "The codec and the directory do no network I/O"),
@@ -164,6 +165,15 @@ def test_few_modules_name_a_concept() -> None:
         found = script["modules_that_name"](concept)
         assert found, concept
         assert limit is None or len(found) <= limit, "\n".join(found)
+
+
+def test_sglangs_process_imports_not_much() -> None:
+    """`scripts/concepts --list` prints what, and why."""
+    script = runpy.run_path(str(ROOT / "scripts" / "concepts"))
+    found = script["reach"]()
+    assert {"sgl_kvfetch.engine.process", "sgl_kvfetch.codec.quant.klt"} <= found.keys()  # through doors, too
+    sizes = script["reach_sizes"]()
+    assert {what: count for what, count in sizes.items() if not 0 < count <= script["REACH"][what]} == {}
 
 
 def test_what_users_choose_from_does_not_grow() -> None:

@@ -16,8 +16,8 @@ from harness.models import TinyLlama, make_tiny_llama
 from harness.store_process import StoreProcess
 from harness.waiting import polls, wait_until
 from sgl_kvfetch.codec import fingerprint_model, load_profile
-from sgl_kvfetch.plane import parse_config
 from sgl_kvfetch.plane.profiles import take_profile
+from sgl_kvfetch.protocol.config import parse_config
 from tests.conftest import copy_sources
 from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
 from tests.tools.conftest import kvfetch

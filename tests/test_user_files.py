@@ -10,8 +10,9 @@ import pytest
 
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.access import store_token
 from sgl_kvfetch.prompts import read_prompts, read_texts
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.tokens import Role, TokenFile
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV
@@ -90,7 +91,7 @@ def test_secrets_of_the_environment_are_stripped(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, "\n")
         assert environment_secret(name) is None
     monkeypatch.setenv(TOKEN_ENV, "s3cret\n")
-    assert parse_config({"store": "http://store:8700"}).store_token() == "s3cret"
+    assert store_token(parse_config({"store": "http://store:8700"})) == "s3cret"
     assert StoreAccess().secret == "s3cret"
 
 

@@ -19,7 +19,8 @@ from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.plane.store import MAX_SEGMENT_TOKENS, RESOLUTION, SPAN_TOKENS
+from sgl_kvfetch.plane.store import MAX_SEGMENT_TOKENS, RESOLUTION
+from sgl_kvfetch.protocol.quantiser import SPAN_TOKENS
 from sgl_kvfetch.types import KVGeometry, dtype_name
 
 PAGE_TOKENS = 64

@@ -31,7 +31,7 @@ from sgl_kvfetch.codec import CellValues, KltQuantiser, Quantiser
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
-from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.protocol.arena import StagedValues
 from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from benchmarks.sharegpt.report import make_report, plot_ttft, table_rows
 from benchmarks.sharegpt.runs import METHOD, Launcher
 from benchmarks.sharegpt.workload import Workload
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.protocol.config import parse_config
 
 _BUSY_SHARE = 0.1  # share of the cores above which to warn
 

@@ -1,5 +1,5 @@
-from .bitstream.base import Decoders as Decoders
-from .bitstream.registry import CODECS as CODECS, require_writable as require_writable
+from .bitstream.base import Decoders as Decoders, require_writable as require_writable
+from .bitstream.registry import CODECS as CODECS
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.layer_map import map_layers as map_layers
 from .calibrate.layers import LayeredModel as LayeredModel
@@ -25,14 +25,13 @@ from .container.reader import (
     CellChunks as CellChunks,
     CodedChunk as CodedChunk,
     SegmentReader as SegmentReader,
-    cell_place as cell_place,
 )
 from .container.segment import (
     CodedSegment as CodedSegment,
     EncodedSegment as EncodedSegment,
     SegmentSpec as SegmentSpec,
 )
-from .container.sides import SideKey as SideKey, SidePlace as SidePlace
+from .container.sides import SidePlace as SidePlace
 from .cuda_streams import Device as Device, Fence as Fence, Stream as Stream, why_no_gpu as why_no_gpu
 from .fingerprint import fingerprint_model as fingerprint_model
 from .layout.frames import PLANES as PLANES

@@ -75,7 +75,6 @@ from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger, printable
 from sgl_kvfetch.metrics import note
-from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
@@ -84,6 +83,7 @@ from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
 from sgl_kvfetch.plane.write.writer import delete_segment
 from sgl_kvfetch.processes import use_one_thread
+from sgl_kvfetch.protocol import StridedPages
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import DRIFTS, RECENT_AUDITS, Audits, length_of

@@ -200,7 +200,7 @@ class FetchOrder:
 
     def compute_s(self, num_pages: int, saved_s: Points, now_s: float) -> float | None:
         """Return how much longer a request would take without so many pages: it waits for the engine, which computes
-        them. None if that is not to be considered. ``saved_s``: as in `protocol.Stage`."""
+        them. None if that is not to be considered. ``saved_s``: as in `messages.Stage`."""
         if not saved_s or not self._may_compute:
             return None
         return interpolate(saved_s, num_pages) + self.engine.seconds(now_s)
@@ -232,7 +232,7 @@ class FetchOrder:
 
     def looked_up(self, hashes: Sequence[bytes], num_found: int, cost: Cost, saved_s: Points, now_s: float) -> bool:
         """Return whether to fetch the first ``num_found`` pages, which a lookup of ``hashes`` has found. ``saved_s``:
-        as in `protocol.Stage`."""
+        as in `messages.Stage`."""
         if num_found:
             num_tokens = num_found * self._page_tokens
             fetch_s, is_guess = cost.seconds, not saved_s

@@ -4,72 +4,28 @@ What the GPU decodes, too, is staged as it is coded; of all else, the data plane
 cells of a layer group lie together, so that the engine loads a group, or a part of it, with one copy. Everything that
 the kernels need as tables is made here; only addresses on the device are left for the engine to fill in. What a
 manifest says of its cells becomes rows of the table once a segment.
-
-An engine may load fewer pages than were staged: other ranks have fewer, or a request shares only a part. `of_pages`
-makes the tables of these alone, so that no table names a page that has no slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec import TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, cell_place, pack
+from sgl_kvfetch.codec import TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, pack
+from sgl_kvfetch.codec.container.reader import cell_place
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Destination, Keep
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart
-from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, Held, Kept
+from sgl_kvfetch.plane.memory_cache import Held, Kept
+from sgl_kvfetch.protocol import CODE_ALIGNMENT, Arena
+from sgl_kvfetch.protocol.arena import CELL
 
 CODEC = "ans"  # that GPUs decode
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
-
-# A cell of a staged prompt. Its integers, ``(coefficients, num_tokens)``, are at ``start`` of the arena, and what
-# `pack` returns at ``packed`` of the tables. The pages of its span are ``num_pages`` entries of the page tables, from
-# ``table`` on. Layers count from the rank's first one, heads from its first one, and tokens in the sequence.
-CELL = np.dtype(
-    [
-        *((name, "<i8") for name in ("first_layer", "num_layers", "first_head", "num_heads")),
-        *((name, "<i8") for name in ("model_layer", "model_head")),  # the same firsts, counted in the model
-        *((name, "<i8") for name in ("first_token", "num_tokens", "table", "num_pages", "num_exact")),
-        *((name, "<i8") for name in ("start", "size", "packed", "coefficients")),
-        ("is_coded", "<i8"),  # or 0: these are the integers themselves, which need no checksum
-        ("digest", "u1", (16,)),  # of the integers
-    ]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StagedCode:
-    """The engine's view of a prompt that it restores. ``cells``: of `CELL`, ordered by layers, with their integers in
-    the same order. ``page_tables``: int32, which page of the prompt each page of a span is; -1 if it is not loaded.
-    ``packed``: uint8, what the cells have beside their integers."""
-
-    cells: np.ndarray
-    page_tables: np.ndarray
-    packed: torch.Tensor
-
-    @classmethod
-    def of(cls, tables: torch.Tensor, num_cells: int) -> StagedCode:
-        """``tables``: what `CodedRegion.tables` returns, uint8."""
-        cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=num_cells)
-        num_pages = int((cells["table"] + cells["num_pages"]).max())
-        page_tables = np.frombuffer(tables.numpy().data, dtype=np.int32, count=num_pages, offset=cells.nbytes)
-        return cls(cells, page_tables, tables[cells.nbytes + page_tables.nbytes :])
-
-    def of_pages(self, pages: range) -> StagedCode:
-        """Return the cells that have some of ``pages``, with page tables that count from the first of these pages."""
-        is_loaded = (self.page_tables >= pages.start) & (self.page_tables < pages.stop)
-        tables = np.where(is_loaded, self.page_tables - np.int32(pages.start), np.int32(-1))
-        num_loaded = np.concatenate([[0], np.cumsum(is_loaded)])  # before each entry
-        first = self.cells["table"]
-        has_some = num_loaded[first + self.cells["num_pages"]] > num_loaded[first]
-        return StagedCode(self.cells[has_some], tables, self.packed)
 
 
 def gpu_restores(sources: Sequence[PageSource]) -> bool:

@@ -29,10 +29,8 @@ import numpy as np
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Cell, CellChunks, CodedSegment, EncodedSegment, SegmentReader
-from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, SpanPart, UnitKey, read_units
-
-CODE_ALIGNMENT = 16  # of a cell's integers, in bytes: GPUs read them from there
+from sgl_kvfetch.protocol import CODE_ALIGNMENT, Arena, Room
 
 Kept = tuple[bytes, int]  # what a cell has beside its integers, and its number of exact tokens
 _SpanKey = tuple[str, int, int]  # the first data object, how many are read, span

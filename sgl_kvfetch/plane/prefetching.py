@@ -1,7 +1,7 @@
 """Host mode: reads prompts ahead, and restores them right into SGLang's host pool.
 
-SGLang first wants to know how many pages there are (`protocol.Stage`), then finds room in its host pool, and then takes
-the pages in batches, prompt by prompt (`protocol.FetchPages`), and side pages pool by pool (`protocol.FetchSide`). So a
+SGLang first wants to know how many pages there are (`messages.Stage`), then finds room in its host pool, and then takes
+the pages in batches, prompt by prompt (`messages.FetchPages`), and side pages pool by pool (`messages.FetchSide`). So a
 lookup only begins to read bytes, as far as the budget allows, and leaves no state here: the finder remembers what was
 found, the fetcher what was read, and the order which prompt comes next. A fetch has two states:
 
@@ -26,15 +26,14 @@ import msgspec
 from sgl_kvfetch import timeline
 from sgl_kvfetch.keys import split_hashes
 from sgl_kvfetch.metrics import counted, miss, noted_here, shortfall
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Emit, StridedPages
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import StoredPrompts
 from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.protocol import Emit, StridedPages, messages as m
 
 
 class Prefetcher:
-    """Carries out `protocol.Stage` of host mode, `FetchPages` and `FetchSide`. Belongs to one event loop."""
+    """Carries out `messages.Stage` of host mode, `FetchPages` and `FetchSide`. Belongs to one event loop."""
 
     def __init__(self, prompts: StoredPrompts, answer: Emit, pool: StridedPages) -> None:
         """``answer``: as for `Service`. ``pool``: where fetched pages go."""

@@ -13,48 +13,25 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
-
-import msgspec
 
 from sgl_kvfetch.codec import StoreKeys, load_profile
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
 from sgl_kvfetch.log import brief, one_line, printable
-from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
-from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, list_profiles, open_remote, read_profile
+from sgl_kvfetch.plane.access import WAIT_S, open_profile_store, store_keys
+from sgl_kvfetch.protocol import KVFetchConfig, TakenProfile, Watch, require_profile_file
+from sgl_kvfetch.stores import AdminStore, ListedProfile, list_profiles, read_profile
 
 logger = logging.getLogger(__name__)
 
-_WAIT_S = 10.0  # for the store's list; a profile itself may take longer, by its size
 _MOST_TRIED = 8  # of the newest: a store cannot keep a server from its start
-_CONNECT_S = 5.0
 _SUFFIX = ".profile"
 _PLACE_CHARS = 16
 
-
 Fits: TypeAlias = "Callable[[str], None]"
 """Raises ConfigError unless the engine can serve by the profile in a file."""
-
-
-class TakenProfile(msgspec.Struct, frozen=True):
-    path: str
-    digest: str
-    about: str  # one line for the log
-
-
-def open_profile_store(config: KVFetchConfig) -> AdminStore:
-    """Open the store that a config names, for its profiles. Raises ConfigError."""
-    return open_remote(
-        config.store,
-        token=config.store_token(),
-        options=HttpOptions(
-            timeout_s=_WAIT_S,
-            connect_timeout_s=_CONNECT_S,
-            tls=tls_files(config),
-        ),
-        s3=s3_options(config),
-    )
 
 
 class PassedOver:
@@ -82,6 +59,11 @@ def _put(listed: ListedProfile) -> tuple[str, float]:
     return listed.info.name, listed.info.modified_s
 
 
+def ask_store(config: KVFetchConfig, watch: Watch, digest: str | None = None) -> TakenProfile | None:
+    """Do as `take_profile`, for what ``watch`` needs."""
+    return take_profile(config, watch.weights, partial(require_profile_file, watch.needs), digest)
+
+
 def take_profile(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile | None:
     """Return the newest profile of a model's weights that can be used, as a file of this machine: from the store, or,
     while that cannot be asked, the one that was taken last. None if the store has none.
@@ -94,7 +76,7 @@ def take_profile(config: KVFetchConfig, weights: str, fits: Fits, digest: str | 
     try:
         return asyncio.run(take_from_store(config, weights, fits, digest))
     except StoreError as e:
-        copy = _newest_copy(_copies_folder(config, weights, config.store_keys()), fits, digest)
+        copy = _newest_copy(_copies_folder(config, weights, store_keys(config)), fits, digest)
         if copy is None:
             raise
         logger.warning("kvfetch: %s cannot be asked for a profile: %s", config.store, e)
@@ -116,7 +98,7 @@ async def take_from_store(
 ) -> TakenProfile | None:
     """Do as `take_profile`, but raise StoreError if the store cannot be asked. ``passed_over``: what this has passed
     over before, for whoever asks again and again."""
-    keys = config.store_keys()
+    keys = store_keys(config)
     folder, store = _copies_folder(config, weights, keys), open_profile_store(config)
     passed_over = PassedOver() if passed_over is None else passed_over
     try:
@@ -145,10 +127,10 @@ async def take_from_store(
 
 async def _candidates(store: AdminStore, prefix: str) -> list[ListedProfile]:
     try:
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             return await list_profiles(store, prefix, _MOST_TRIED)
     except TimeoutError as e:
-        raise StoreError("timeout", f"listing profiles: no answer within {_WAIT_S:g} s") from e
+        raise StoreError("timeout", f"listing profiles: no answer within {WAIT_S:g} s") from e
 
 
 async def _copy_of(store: AdminStore, listed: ListedProfile, keys: StoreKeys, folder: Path) -> Path:

@@ -29,21 +29,19 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec_alone
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import MAX_LABEL_CHARS, HeadSlice, split_hashes, valid_unicode
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Emit, Room, map_pool
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, record_file
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.calibration.own import delete_old
 from sgl_kvfetch.plane.coded import CODEC
-from sgl_kvfetch.plane.config import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plane.fetch.finder import StoredPrompts
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.prefetching import Prefetcher
-from sgl_kvfetch.plane.process import Line
-from sgl_kvfetch.plane.protocol import Outbox
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import taken_batch
+from sgl_kvfetch.protocol import Emit, KVFetchConfig, Line, Room, config_quantiser, messages as m
+from sgl_kvfetch.protocol.arena import map_pool
+from sgl_kvfetch.protocol.messages import Outbox
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.types import KVGeometry
 
@@ -66,17 +64,16 @@ class Service:
         line: Line,
         room: Room,
         emit: Emit,
-        answer: Emit,
+        emit_staged: Emit,
     ) -> None:
         """``room`` allocates those bytes of ``line.values`` that are not the cache's. ``emit`` may be called on any
-        thread. ``answer`` sends a `protocol.Answer`."""
+        thread. ``emit_staged`` sends what the engine's steps look for."""
         self.client = client
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
         self._start = start
         self._emit = emit
-        self._answer = answer
         self._quantiser = client.writer.quantiser
         self._written = line.pages  # where the engine puts pages that are to be written
         self._told_s, self._is_off = -math.inf, False
@@ -100,9 +97,9 @@ class Service:
         self._tasks = self._prompts.tasks
         if self._auditor.is_over or self._auditor.record.parts:
             self._tell_audits()
-        self._stager = Stager(self._prompts, answer, takes_code=start.takes_code)
+        self._stager = Stager(self._prompts, emit_staged, takes_code=start.takes_code)
         pool = map_pool(line.pool, start.pool, heads.geometry.torch_dtype)
-        self._prefetcher = Prefetcher(self._prompts, answer, pool)
+        self._prefetcher = Prefetcher(self._prompts, emit, pool)
         self._finder = None if start.watch is None else ProfileFinder(config, start.watch, emit)
         client.writer.on_known = self._auditor.known
         client.writer.on_settled = lambda num_pages, is_lost: emit(m.Settled(num_pages, is_lost))
@@ -204,14 +201,14 @@ class Service:
         except KVFetchError as e:
             fault = valid_unicode(str(e))
         finally:
-            self._answer(m.ClearOver(command.work, fault))
+            self._emit(m.ClearOver(command.work, fault))
 
 
 async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lambda service: None) -> None:
     """Serve until told to close, or until the engine is gone. ``on_service`` is called with the new service."""
     loop = asyncio.get_running_loop()
-    outboxes = answers, others = _outbox(loop, line.commands), _outbox(loop, line.events)
-    emit = others.send
+    outboxes = events, staged = _outbox(loop, line.commands), _outbox(loop, line.staged)
+    emit = events.send
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
     room: Room | None = None
@@ -222,7 +219,7 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
                     case m.Start():
                         config, heads, client = _open(command, line)
                         room = Room(line.values.num_bytes - config.memory_cache)
-                        service = Service(command, config, heads, client, line, room, emit, answers.send)
+                        service = Service(command, config, heads, client, line, room, emit, staged.send)
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():
@@ -232,7 +229,7 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
                         service.serve(command)
     except KVFetchError as e:
         if service is None:
-            emit(m.Refused(type(e).__name__, valid_unicode(str(e))))
+            emit(m.Refused.of(e))
         else:
             logger.error("kvfetch: the data plane does not understand the engine: %s", e)
     except ConnectionError as e:

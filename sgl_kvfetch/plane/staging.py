@@ -1,6 +1,6 @@
 """Device mode: a prompt's stored pages are staged in shared memory before the engine admits the prompt.
 
-The engine asks once for a prompt (`protocol.Stage`), and is told once how many pages are there (`protocol.Staged`). It
+The engine asks once for a prompt (`messages.Stage`), and is told once how many pages are there (`messages.Staged`). It
 then copies them into its pool whenever it likes. So it takes part in nothing that happens in between:
 
     LookingUp ---> Waiting ---> Filling ---> Filled ---> released
@@ -27,101 +27,28 @@ import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
-import torch
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.codec import CellValues, SideKey
 from sgl_kvfetch.keys import split_hashes
 from sgl_kvfetch.metrics import counted, miss, noted_here, shortfall
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Arena, Emit, Room, StridedPages
 from sgl_kvfetch.plane.choice import Cost, Points
-from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
-from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, gpu_restores
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import StoredPrompts, usable_runs
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.memory_cache import Held
-from sgl_kvfetch.reasons import Reason
-from sgl_kvfetch.types import TENSORS, KVGeometry
+from sgl_kvfetch.protocol import Emit, KVFetchConfig, Room, StridedPages, messages as m
+from sgl_kvfetch.protocol.arena import region_views
+from sgl_kvfetch.types import KVGeometry, SideKey
 
-NO_VALUES = CellValues(*(torch.empty((0, 0, 0, 0)) for _ in TENSORS))
 _SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in total, at most
 # Shortest first, with ageing: a later fetch overtakes only if it is shorter by more than so many pages per arrival
 # since the earlier fetch. So none starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
 AGEING_PAGES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StagedValues:
-    """The engine's view of what `protocol.Staged` says. ``values``: as `region_views` returns them, of which the first
-    ``num_pages`` pages are restored and verified. ``memory``: all shared memory, uint8. ``code``: the cells of these
-    pages, if they are still coded; then there are no values. ``sides``: the side pages that these pages need at their
-    end, uint8 ``(bytes,)``. It stays readable when the data plane has ended."""
-
-    num_pages: int
-    num_found: int
-    memory: torch.Tensor
-    values: CellValues = NO_VALUES
-    code: StagedCode | None = None
-    reason: str = ""
-    sides: Mapping[SideKey, torch.Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, staged: m.Staged, arena: Arena, geometry: KVGeometry, side_bytes: Mapping[str, int] | None = None
-    ) -> StagedValues:
-        """``side_bytes``: of a page in each side pool."""
-        values, code = NO_VALUES, None
-        if staged.code is not None:
-            tables = arena.view(staged.code.offset, torch.uint8, (staged.code.num_bytes,))
-            code = StagedCode.of(tables, staged.code.num_cells)
-        elif staged.num_pages:
-            values = region_views(arena, staged.offset, geometry, staged.num_found)
-        sides = side_views(staged, arena, side_bytes or {})
-        return cls(staged.num_pages, staged.num_found, arena.whole, values, code, staged.reason, sides)
-
-    def of_pages(self, pages: range, page_size: int) -> StagedValues:
-        """Return ``pages`` of these alone, counted from the first of them. No table of the result names another page,
-        so whoever loads it cannot write behind the slots of these."""
-        assert 0 <= pages.start <= pages.stop <= self.num_pages, (pages, self.num_pages)
-        tokens = slice(pages.start * page_size, pages.stop * page_size)
-        values = CellValues(*(x[:, tokens] for x in self.values))
-        if len(pages) == self.num_pages:  # of code and side pages, there are no others
-            return replace(self, values=values)
-        code = None if self.code is None else self.code.of_pages(pages)
-        sides = {(pool, page - pages.start): x for (pool, page), x in self.sides.items() if page in pages}
-        return replace(self, num_pages=len(pages), values=values, code=code, sides=sides)
-
-    @property
-    def end(self) -> str:
-        """The outcome, one of `metrics.ENDS`."""
-        if self.num_pages:
-            return "landed" if self.num_pages == self.num_found else "partly"
-        if self.reason == Reason.SOONER:
-            return "recomputed"
-        return "failed" if self.num_found else "missed"
-
-
-def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int) -> CellValues:
-    """Return K and V of a region: ``(layers, num_pages * page_size, heads, dim)`` each. A layer's values lie together,
-    since the engine takes them layer by layer."""
-    common = geometry.num_layers, num_pages * geometry.page_size, geometry.num_heads
-    return CellValues(*arena.views(offset, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS)))
-
-
-def side_views(
-    staged: m.Staged | m.Fetched, arena: Arena, side_bytes: Mapping[str, int]
-) -> dict[SideKey, torch.Tensor]:
-    """Return the side pages that were staged, uint8 ``(bytes,)``. ``side_bytes``: of a page in each side pool."""
-    if staged.sides is None:
-        return {}
-    sizes = ((side_bytes[pool],) for pool, _ in staged.sides.keys)
-    return dict(zip(staged.sides.keys, arena.views(staged.sides.offset, torch.uint8, sizes), strict=True))
 
 
 # The first and the last page, whose hashes identify all between them, and the side pools that are needed.
@@ -306,10 +233,10 @@ class _Turns:
 
 
 class Stager:
-    """Carries out `protocol.Stage` of device mode. Belongs to one event loop."""
+    """Carries out `messages.Stage` of device mode. Belongs to one event loop."""
 
     def __init__(self, prompts: StoredPrompts, answer: Emit, *, takes_code: bool) -> None:
-        """``answer``: as for `Service`. ``takes_code``: as in `protocol.Start`."""
+        """``answer``: as for `Service`. ``takes_code``: as in `messages.Start`."""
         self._prompts, self._answer, self._takes_code = prompts, answer, takes_code
         self._order, self._fetcher, self._geometry = prompts.order, prompts.client.fetcher, prompts.geometry
         self._most_pages = prompts.room.num_bytes // prompts.geometry.page_bytes

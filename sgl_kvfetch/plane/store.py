@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
@@ -18,7 +17,7 @@ from sgl_kvfetch.codec.bitstream.registry import writers_resolution
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss
-from sgl_kvfetch.plane.config import KVFetchConfig, coarseness_of, s3_options, tls_files
+from sgl_kvfetch.plane.access import CONNECT_S, fresh_keys, s3_options, store_token, tls_files
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
@@ -27,6 +26,8 @@ from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.protocol import KVFetchConfig
+from sgl_kvfetch.protocol.quantiser import cell_heads, power_of_two_pages, span_pages
 from sgl_kvfetch.stores import HttpOptions, Store, with_keys
 from sgl_kvfetch.stores.open import open_hedged
 
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 
 _INFLIGHT_BYTES = 256 << 20  # compressed bytes that may wait to be decoded
-_CONNECT_S = 5.0  # limit for one attempt to connect to the store
 
 
 def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], None] = lambda num_bytes: None) -> Store:
@@ -45,10 +45,10 @@ def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], No
     ``on_received``: as for `HedgedStore`."""
     store = open_hedged(
         config.store,
-        token=config.store_token(),
+        token=store_token(config),
         options=HttpOptions(
             timeout_s=config.fetch_timeout_s,
-            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+            connect_timeout_s=min(CONNECT_S, config.lookup_timeout_s),
             max_connections=config.max_connections,
             on_retry=lambda error: metrics.RETRIES.inc(),
             tls=replace(tls_files(config), on_ends=metrics.note_certificates),
@@ -59,11 +59,10 @@ def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], No
         ),
         on_received=on_received,
     )
-    return with_keys(store, config.fresh_keys())
+    return with_keys(store, fresh_keys(config))
 
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
-SPAN_TOKENS = 1024  # partial reads are rounded up to it
 MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _QUEUED_SEGMENTS = 4  # so many segments fit into the write queue at least, unless one has a single span
 _LINGER_S = 0.05  # how long pages wait for the next ones before a segment is cut
@@ -122,11 +121,20 @@ def open_client(
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
     ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes.
     ``memory`` keeps what is read and written. Raises ConfigError."""
-    tolerance = Tolerance(coarseness_of(config, quantiser))
+    tolerance = Tolerance(config.coarseness(quantiser))
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
     store = open_configured_store(config, link.received)
-    spec = writer_spec(config, heads, quantiser, max_span_pages)
+    spec = SegmentSpec(
+        heads,
+        quantiser,
+        config.codec,
+        writers_resolution(config.codec, RESOLUTION),
+        span_pages(heads, max_span_pages),
+        cell_heads(heads, config.max_tp_size),
+        encrypts=config.key_file is not None,
+        num_levels=config.num_levels,
+    )
     try:
         spec.require_readable()
     except FormatError as e:
@@ -176,38 +184,14 @@ def _keep_written(
         memory.put_segment(finder.own_reader(segment.manifest), segment, size)
 
 
-def writer_spec(
-    config: KVFetchConfig, heads: HeadSlice, quantiser: Quantiser, max_span_pages: int | None = None
-) -> SegmentSpec:
-    """Return how this config's writer encodes segments. Arguments as in `open_client`."""
-    span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
-    return SegmentSpec(
-        heads,
-        quantiser,
-        config.codec,
-        writers_resolution(config.codec, RESOLUTION),
-        min(span_pages, max_span_pages or span_pages),
-        _cell_heads(heads, config.max_tp_size),
-        encrypts=config.key_file is not None,
-        num_levels=config.num_levels,
-    )
-
-
 def _longest_segment(spec: SegmentSpec, queue_bytes: int) -> int:
     """Return how many pages a segment may have. Those of lossless values are as large as their pages: several must fit
     into the queue, so that some are sent while others are encoded."""
-    most = _power_of_two_pages(MAX_SEGMENT_TOKENS, spec.heads.namespace.page_size)
+    most = power_of_two_pages(MAX_SEGMENT_TOKENS, spec.heads.namespace.page_size)
     if spec.quantiser.is_lossless:
         fitting = max(1, queue_bytes // _QUEUED_SEGMENTS // spec.heads.geometry.page_bytes)
         most = min(most, max(spec.span_pages, 1 << (fitting.bit_length() - 1)))
     return most
-
-
-def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
-    """Return how many of a rank's heads a cell has: those of one rank of the largest TP size that shall read it."""
-    total = heads.namespace.num_heads
-    ranks = max(size for size in range(1, max_tp_size + 1) if total % size == 0)
-    return gcd(len(heads.heads), total // ranks)
 
 
 def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
@@ -218,8 +202,3 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
         return DecodePool([nvdec.open_session() for _ in range(num_sessions)])
     sessions: list[Decoders] = [{} for _ in range(2 * config.codec_threads)]
     return DecodePool(sessions, num_yielding=config.codec_threads)
-
-
-def _power_of_two_pages(tokens: int, page_size: int) -> int:
-    """Return the largest power of two of pages that fits into ``tokens``, at least 1."""
-    return 1 << (max(1, tokens // page_size).bit_length() - 1)

@@ -30,11 +30,12 @@ from sgl_kvfetch.codec import Quantiser, fingerprint_model
 from sgl_kvfetch.codec.fingerprint import digest_file, digest_files, model_folder
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Labels, Namespace, label_of_flags, label_of_klt, label_of_model
-from sgl_kvfetch.plane import KVFetchConfig, Watch
-from sgl_kvfetch.plane.config import ProfileNeeds, config_quantiser, rank_heads
-from sgl_kvfetch.plane.profiles import Fits, TakenProfile, take_profile
+from sgl_kvfetch.plane.profiles import ask_store
 from sgl_kvfetch.plugin.adapters import require_named_adapters
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
+from sgl_kvfetch.protocol import KVFetchConfig, TakenProfile, Watch, config_quantiser
+from sgl_kvfetch.protocol.messages import ProfileNeeds
+from sgl_kvfetch.protocol.quantiser import rank_heads, require_profile
 from sgl_kvfetch.types import KVGeometry
 
 logger = logging.getLogger(__name__)
@@ -187,13 +188,12 @@ def engine_profile(config: KVFetchConfig, needs: Callable[[], ProfileNeeds]) -> 
         )
     from sglang.srt.runtime_context import get_model
 
-    fits = needs().require_file
-    return with_profile(config, _weights_digest(), get_model().model_path, tensor_parallel_group(), fits)
+    return with_profile(config, profile_watch(needs()), get_model().model_path, tensor_parallel_group())
 
 
 def found_profile(config: KVFetchConfig, watch: Watch, digest: str) -> TakenProfile:
     """Take the profile with this digest from the store. Raises KVFetchError."""
-    taken = take_profile(config, watch.weights, watch.needs.require_file, digest)
+    taken = ask_store(config, watch, digest)
     if taken is None:
         raise ConfigError(f"{config.store} has no usable profile {watch.weights}/{digest} any more: publish it again")
     return taken
@@ -206,7 +206,7 @@ def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeo
     if profile is None:
         return quantiser
     assert config.profile is not None
-    profile_needs(config, storage_config, geometry, first_layer).require(config.profile, profile)
+    require_profile(profile_needs(config, storage_config, geometry, first_layer), config.profile, profile)
     if profile.rotations is None:
         logger.warning(
             "kvfetch: profile %s keeps RoPE in K, which makes files larger: see the calibration's notes", config.profile
@@ -513,9 +513,9 @@ def tensor_parallel_group() -> Any:
     return get_tp_group()
 
 
-def with_profile(config: KVFetchConfig, weights: str, model: str, group: Any, fits: Fits) -> KVFetchConfig:
-    """Return the config of ``klt`` with the path of the store's newest profile for an engine's weights that
-    ``fits``. Asks the store, and waits. ``model``: its path, for messages.
+def with_profile(config: KVFetchConfig, watch: Watch, model: str, group: Any) -> KVFetchConfig:
+    """Return the config of ``klt`` with the path of the store's newest profile that has what ``watch`` needs. Asks the
+    store, and waits. ``model``: its path, for messages.
 
     If the store cannot be asked, and this machine has no copy of a profile, SGLang starts all the same: the config
     that is returned is that of ``exact``. With ``auto`` it also is if the store has none. All ranks of ``group`` call
@@ -523,18 +523,18 @@ def with_profile(config: KVFetchConfig, weights: str, model: str, group: Any, fi
     of a pipeline choose for themselves: none reads what another has written.
     """
     rank = group.rank_in_group
-    first = group.all_gather_object(_take(config, weights, fits) if rank == 0 else None)[0]
+    first = group.all_gather_object(_take(config, watch) if rank == 0 else None)[0]
     if first == _Result() and config.quantiser == "auto":
         return config.as_exact
     if first == _Result():
         raise ConfigError(
             f"quantiser = 'klt' needs a profile, and {config.store} has none that can be used for the weights "
-            f"{weights} (the log names those that were passed over): type kvfetch calibrate --model {model} --text "
-            f"FILE --publish {config.store}, or set quantiser to 'exact'"
+            f"{watch.weights} (the log names those that were passed over): type kvfetch calibrate --model {model} "
+            f"--text FILE --publish {config.store}, or set quantiser to 'exact'"
         )
     mine = first
     if rank != 0 and first.taken is not None:
-        mine = _take(config, weights, fits, first.taken.digest)
+        mine = _take(config, watch, first.taken.digest)
     results = group.all_gather_object(mine)
     for number, result in enumerate(results):
         if result.error or result == _Result():
@@ -554,9 +554,9 @@ def with_profile(config: KVFetchConfig, weights: str, model: str, group: Any, fi
     return config.with_profile(mine.taken.path)
 
 
-def _take(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> _Result:
+def _take(config: KVFetchConfig, watch: Watch, digest: str | None = None) -> _Result:
     try:
-        return _Result(take_profile(config, weights, fits, digest))
+        return _Result(ask_store(config, watch, digest))
     except StoreError as e:
         return _Result(outage=str(e))
     except KVFetchError as e:

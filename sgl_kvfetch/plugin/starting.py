@@ -12,13 +12,11 @@ import msgspec
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellPlace, Quantiser, SegmentSpec, cell_place
-from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
+from sgl_kvfetch.codec import CellPlace, Quantiser
+from sgl_kvfetch.engine import DataPlane
+from sgl_kvfetch.engine.process import DataPlaneProcess, Launch
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import brief
-from sgl_kvfetch.plane import DataPlane, KVFetchConfig, SharedPool, Start, Watch
-from sgl_kvfetch.plane.config import coarseness_of
-from sgl_kvfetch.plane.process import DataPlaneProcess, Launch
-from sgl_kvfetch.plane.store import writer_spec
 from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
 from sgl_kvfetch.plugin.device.pages import SlotPages
@@ -36,6 +34,8 @@ from sgl_kvfetch.plugin.identity import (
     quantiser_label,
     require_own_profile,
 )
+from sgl_kvfetch.protocol import KVFetchConfig, SharedPool, Start, Watch
+from sgl_kvfetch.protocol.quantiser import written_places
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.host.side_pools import SidePools
@@ -81,7 +81,7 @@ def open_engine_plane(
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
-    status.serves(heads, coarseness_of(config, quantiser))
+    status.serves(heads, config.coarseness(quantiser))
     page_bytes = sides.page_bytes if sides else {}
     opening = Opening(
         heads, rank.tp_rank, pages, gpu, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code, pool=pool
@@ -123,7 +123,7 @@ def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening
     labels = msgspec.structs.replace(heads.labels, quantiser=quantiser_label(config, quantiser))
     heads = HeadSlice(namespace, heads.heads, labels)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, namespace)
-    status.serves(heads, coarseness_of(config, quantiser))
+    status.serves(heads, config.coarseness(quantiser))
     return replace(opening, heads=heads).start(config, quantiser)
 
 
@@ -131,7 +131,7 @@ def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening
 class Opening:
     """Opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group. ``staging_bytes``:
     of the shared memory in which prompts are staged; 0 if none are. ``pool``: where fetched pages go, if any are.
-    ``gpu``, ``takes_code``: as in `protocol.Start`."""
+    ``gpu``, ``takes_code``: as in `messages.Start`."""
 
     heads: HeadSlice
     rank: int
@@ -155,12 +155,12 @@ class Opening:
         pages, heads = self.pages, self.heads
         takes_code = self.takes_code
         if _is_on_gpu(pages):
-            places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
+            places = written_places(config, heads, quantiser, self.most_span_pages)
             takes_code = takes_code and _are_prepared(pages, quantiser, places)
             if config.writes:
                 pages.prepare_writes(quantiser, places)
         return Start(
-            config.model_dump(mode="json", exclude_unset=True),
+            config.as_json(),
             heads.namespace,
             heads.heads.start,
             heads.heads.stop,
@@ -190,9 +190,3 @@ def _are_prepared(pages: SlotPages, quantiser: Quantiser, places: Sequence[CellP
 
 def _is_on_gpu(pages: HostPages | SlotPages) -> TypeGuard[SlotPages]:
     return isinstance(pages, SlotPages) and pages.device is not None
-
-
-def _cell_places(spec: SegmentSpec) -> list[CellPlace]:
-    """Return the places of a span's cells."""
-    manifest = spec.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * spec.span_pages)
-    return [cell_place(manifest, cell) for cell in manifest.span_cells(0)]

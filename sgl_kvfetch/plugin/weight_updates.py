@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sgl_kvfetch.errors import UnsupportedError
 
 if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
-    from sgl_kvfetch.plane import KVFetchConfig
+    from sgl_kvfetch.protocol import KVFetchConfig
 
 logger = logging.getLogger(__name__)
 

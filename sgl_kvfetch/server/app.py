@@ -21,8 +21,8 @@ from sgl_kvfetch.server.bodies import ACCOUNT, BodyReader, Budget, error_answer,
 from sgl_kvfetch.server.config import ServerConfig, is_loopback
 from sgl_kvfetch.server.metrics import OTHER_ROUTE, ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
-from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import PUBLIC_PATHS, TokenFile, Tokens, authorised
+from sgl_kvfetch.server.web import PageHandlers
 from sgl_kvfetch.stores import NOTE_KINDS
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_REQUEST_BYTES, MSGPACK_TYPE, Folders, LookupRequest, Route
 

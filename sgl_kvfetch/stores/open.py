@@ -12,9 +12,8 @@ from sgl_kvfetch.stores.base import AdminStore, Store
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, Token
+from sgl_kvfetch.user_files import STORE_URLS
 
-# The form of a store's URL, by its scheme.
-STORE_URLS = {"http": "http://HOST:PORT", "https": "https://HOST:PORT", "s3": "s3://BUCKET/PREFIX"}
 _SCHEMES = {*STORE_URLS, "file"}  # `directory.open_store` opens the last one
 # Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
 _SPARE_CONNECTIONS = 8

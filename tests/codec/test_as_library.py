@@ -11,7 +11,8 @@ import torch
 from sgl_kvfetch.codec import CellValues, SegmentReader, SegmentSpec, decode_manifest
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.segment import encode_segment
-from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
+from sgl_kvfetch.codec.quant import PlainQuantiserName
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
 
 PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 16, 8, 6, 2, 32

@@ -8,8 +8,8 @@ import pytest
 
 from sgl_kvfetch.directory.local import LocalStore, open_store
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.store import open_configured_store
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store

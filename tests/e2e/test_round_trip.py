@@ -9,7 +9,8 @@ import pytest
 from harness.engine import SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
+from sgl_kvfetch.codec.quant import PlainQuantiserName
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
 from tests.e2e.shared import Shared

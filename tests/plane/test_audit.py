@@ -27,11 +27,11 @@ from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.plane import audit
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, Compared, compare, keep_record, read_record
-from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import delete_segment
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_heads, page_hashes

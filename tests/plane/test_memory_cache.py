@@ -10,9 +10,9 @@ import pytest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
-from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, Held, MemoryCache
+from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
+from sgl_kvfetch.protocol.arena import CODE_ALIGNMENT, Arena
 from tests.segments import make_segment
 
 READ_SIZE = ReadSize(2000)  # several units a span

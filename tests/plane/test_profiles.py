@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,11 @@ from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.plane import profiles
-from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
+from sgl_kvfetch.plane import access, profiles
 from sgl_kvfetch.plane.profiles import PassedOver, take_from_store, take_profile
+from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
+from sgl_kvfetch.protocol.messages import ProfileNeeds
+from sgl_kvfetch.protocol.quantiser import require_profile_file
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.notes import ListedProfile, publish_profile, read_profile, seal_profile
 from sgl_kvfetch.types import KVGeometry
@@ -39,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KVFetchConfig:
     """Of a store in a directory, which these tests open without a server."""
-    config, opened = parse_config({"store": "http://store:8700", "quantiser": "klt"}), profiles.open_profile_store
+    config, opened = parse_config({"store": "http://store:8700", "quantiser": "klt"}), access.open_profile_store
 
     def open_store(asked: KVFetchConfig) -> AdminStore:
         return LocalStore(tmp_path / "store") if asked.store == config.store else opened(asked)
@@ -153,7 +156,7 @@ def test_one_of_another_shape_is_passed_over(
     replace(make_profile(num_layers=1), calibration=CALIBRATION).save(other)
     bad = publish(root, other, 10)
     for is_there in (True, False):
-        found = take_profile(config, WEIGHTS, needs.require_file)
+        found = take_profile(config, WEIGHTS, partial(require_profile_file, needs))
         assert found is not None
         assert found.digest == good
         assert "is for another model: it has 4 KV heads a rank, the engine has 1" in caplog.text
@@ -164,7 +167,7 @@ def test_one_of_another_shape_is_passed_over(
             os.utime(found.path, (1e9, 1e9))  # so that the other one was taken last
     monkeypatch.setattr(profiles, "take_from_store", take_from_store)
     beyond = msgspec.structs.replace(needs, target_kl=1.0)
-    assert take_profile(config, WEIGHTS, beyond.require_file) is None
+    assert take_profile(config, WEIGHTS, partial(require_profile_file, beyond)) is None
     assert "target_kl = 1 is outside this profile's range" in caplog.text
 
 
@@ -277,7 +280,7 @@ def test_copies_count_for_their_store_and_keys(
 
 
 def test_a_store_that_does_not_answer(config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "_WAIT_S", 0.1)
+    monkeypatch.setattr(profiles, "WAIT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and nobody looks at them
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StoreError) as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import trustme
 
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.staging import StagedValues
-from tests.plane.test_plane import Launcher, open_plane, store
+from sgl_kvfetch.engine.data_plane import DataPlane
+from sgl_kvfetch.protocol.arena import StagedValues
+from tests.engine.test_data_plane import Launcher, all_of, open_plane, store
 from tests.segments import page_hashes
 
 pytestmark = pytest.mark.process
@@ -88,8 +87,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StorePro
 def fetched(plane: DataPlane, mode: str, hashes: list[bytes], timeout_s: float) -> int:
     """Return how many pages were brought."""
     if mode == "host":
-        found = plane.fetch(hashes, range(len(hashes)), time.monotonic() + timeout_s).over.result(WAIT_S)
-        return found.num_pages
+        return plane.fetch(all_of(hashes, timeout_s)).over.result(WAIT_S).num_pages
     got: list[StagedValues] = []
     work = plane.stage(hashes, got.append)
 

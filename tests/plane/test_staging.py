@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.engine.data_plane import DataPlane
 from sgl_kvfetch.metrics import shortfall
-from sgl_kvfetch.plane.arena import Room
-from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.staging import AGEING_PAGES, StagedValues, Waiting, _Turns
+from sgl_kvfetch.plane.staging import AGEING_PAGES, Waiting, _Turns
+from sgl_kvfetch.protocol.arena import Room, StagedValues
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS
-from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, open_plane, page_values, plane, store
+from tests.engine.test_data_plane import NUM_PAGES, Launcher, launcher, open_plane, page_values, plane, store
 from tests.segments import SMALL, page_hashes
 
 pytestmark = pytest.mark.process

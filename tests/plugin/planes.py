@@ -18,10 +18,11 @@ import pytest
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane import DataPlane, store as plane_store
-from sgl_kvfetch.plane.process import Line
-from sgl_kvfetch.plane.protocol import Start
+from sgl_kvfetch.engine import DataPlane
+from sgl_kvfetch.plane import store as plane_store
 from sgl_kvfetch.plane.service import Service, run_data_plane
+from sgl_kvfetch.protocol.arena import Line
+from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
 from sgl_kvfetch.stores.open import open_hedged
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sgl_kvfetch.plane import DataPlane
+from sgl_kvfetch.engine import DataPlane
 
 
 def fill_queue(plane: DataPlane) -> Callable[[], None]:

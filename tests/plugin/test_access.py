@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin.weight_updates import Access
+from sgl_kvfetch.protocol.config import parse_config
 
 
 def make(**config: Any) -> Access:

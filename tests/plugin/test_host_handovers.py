@@ -35,13 +35,15 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
             seen,
             [
                 "SGLang -> event loop: Stage",
-                "event loop -> SGLang: Found",
+                "event loop -> kvfetch-data: Found",
+                "kvfetch-data -> SGLang: Found, by a future",
                 "SGLang -> event loop: FetchPages",
                 "event loop -> kvfetch-receive: _Connection.run",
                 "kvfetch-receive -> event loop: _chain_future._set_state",
                 "event loop -> kvfetch-decode: DecodePool._run",
                 "kvfetch-decode -> event loop: Fetcher._decode.end",
-                "event loop -> SGLang: Fetched",
+                "event loop -> kvfetch-data: Fetched",
+                "kvfetch-data -> SGLang: Fetched, by a future",
             ],
         )
         # The data plane has its threads here: all of a write's, a lookup's and a fetch's have run.

@@ -21,7 +21,6 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import adapters, weight_updates
 from sgl_kvfetch.plugin.identity import (
     DRAFT,
@@ -34,6 +33,7 @@ from sgl_kvfetch.plugin.identity import (
     draft_model,
     engine_heads,
 )
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 

@@ -11,18 +11,15 @@ import pytest
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
-from sgl_kvfetch.plane import KVFetchConfig
-from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plane.profiles import Fits, TakenProfile
 from sgl_kvfetch.plugin import identity
 from sgl_kvfetch.plugin.identity import Alone, engine_config, engine_profile, with_profile
+from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
+from sgl_kvfetch.protocol.messages import ProfileNeeds, TakenProfile, Watch
+from sgl_kvfetch.types import KVGeometry
 
-WEIGHTS = "0" * 32
 CONFIG = parse_config({"store": "http://kv", "quantiser": "klt"})
-
-
-def fits(path: str) -> None:
-    """Take any profile."""
+NEEDS = ProfileNeeds(KVGeometry(1, 1, 64, 64, 16, "bfloat16"), (0,), 0, 0, 1)
+WATCH = Watch("0" * 32, "/model", "model", NEEDS)
 
 
 class Group:
@@ -47,7 +44,7 @@ def run_ranks(size: int) -> list[str]:
 
     def run(rank: int) -> str:
         try:
-            found = with_profile(CONFIG, WEIGHTS, "model", Group(rank, shared, barrier), fits)
+            found = with_profile(CONFIG, WATCH, "model", Group(rank, shared, barrier))
             return found.profile or found.quantiser_name
         except ConfigError as e:
             return str(e)
@@ -59,11 +56,11 @@ def run_ranks(size: int) -> list[str]:
 def test_all_ranks_take_what_the_first_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
-    def take(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile:
+    def take(_config: object, _watch: Watch, digest: str | None = None) -> TakenProfile:
         asked.append(digest)
         return TakenProfile(f"/copies/{digest or 'newest'}", digest or "newest", "")
 
-    monkeypatch.setattr(identity, "take_profile", take)
+    monkeypatch.setattr(identity, "ask_store", take)
     assert run_ranks(3) == ["/copies/newest"] * 3
     assert asked == [None, "newest", "newest"]
 
@@ -84,7 +81,7 @@ def test_no_rank_goes_its_own_way(
     num_asked = 0
     lock = threading.Lock()
 
-    def take(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile | None:
+    def take(*_: object) -> TakenProfile | None:
         nonlocal num_asked
         with lock:
             number, num_asked = num_asked, num_asked + 1
@@ -94,7 +91,7 @@ def test_no_rank_goes_its_own_way(
             raise fault
         return None
 
-    monkeypatch.setattr(identity, "take_profile", take)
+    monkeypatch.setattr(identity, "ask_store", take)
     (result,) = set(run_ranks(3))
     assert result.startswith(expected[fails > 0])
 
@@ -103,22 +100,20 @@ def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(*_: object) -> None:
         raise StoreError("refused", "the store is down")
 
-    monkeypatch.setattr(identity, "take_profile", take)
+    monkeypatch.setattr(identity, "ask_store", take)
     extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "audit_share": 1}
-    found = with_profile(parse_config(extra | {"quantiser": "klt", "token_file": "t"}), WEIGHTS, "model", Alone(), fits)
+    found = with_profile(parse_config(extra | {"quantiser": "klt", "token_file": "t"}), WATCH, "model", Alone())
     assert found == parse_config({"store": "http://s", "quantiser": "exact", "token_file": "t", "audit_share": 1})
     assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
 
 
 def test_auto_is_klt_with_a_profile_and_exact_without(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = parse_config({"store": "http://kv", "quantiser": "auto", "target_kl": 1e-3})
-    monkeypatch.setattr(identity, "take_profile", lambda *_: TakenProfile("/copy", "d", ""))
-    found = with_profile(auto, WEIGHTS, "model", Alone(), fits)
+    monkeypatch.setattr(identity, "ask_store", lambda *_: TakenProfile("/copy", "d", ""))
+    found = with_profile(auto, WATCH, "model", Alone())
     assert found == parse_config({"store": "http://kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3})
-    monkeypatch.setattr(identity, "take_profile", lambda *_: None)
-    assert with_profile(auto, WEIGHTS, "model", Alone(), fits) == parse_config(
-        {"store": "http://kv", "quantiser": "exact"}
-    )
+    monkeypatch.setattr(identity, "ask_store", lambda *_: None)
+    assert with_profile(auto, WATCH, "model", Alone()) == parse_config({"store": "http://kv", "quantiser": "exact"})
 
 
 def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,9 +126,9 @@ def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixtu
 
 
 def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "take_profile", lambda *_: None)
+    monkeypatch.setattr(identity, "ask_store", lambda *_: None)
     with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish http://kv, or set"):
-        with_profile(CONFIG, WEIGHTS, "/llama", Alone(), fits)
+        with_profile(CONFIG, WATCH, "/llama", Alone())
 
 
 def test_a_model_id_needs_a_file() -> None:

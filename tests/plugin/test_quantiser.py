@@ -15,10 +15,10 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane import Watch
-from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
 from sgl_kvfetch.plugin import identity, starting
 from sgl_kvfetch.plugin.identity import engine_quantiser, pool_layers, require_own_profile
+from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
+from sgl_kvfetch.protocol.messages import ProfileNeeds, Watch
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.backends import Make

@@ -17,11 +17,11 @@ from sgl_kvfetch.directory import files, local
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.prompts import page_hashes as hashes_of
-from sgl_kvfetch.server import app as application, pages
+from sgl_kvfetch.server import app as application, web as pages
 from sgl_kvfetch.server.bodies import Budget, Overloaded
 from sgl_kvfetch.stores import wire
-from tests.server.test_pages import get, serving
 from tests.server.test_server import metric, raw, serving as serving_root
+from tests.server.test_web import get, serving
 
 pytestmark = pytest.mark.process
 

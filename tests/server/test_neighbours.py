@@ -21,7 +21,7 @@ from sgl_kvfetch.server.tokens import TokenFile
 from sgl_kvfetch.stores import Pin, wire
 from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.remote import TlsFiles
-from tests.server.test_pages import serving
+from tests.server.test_web import serving
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)
 NAME = SEGMENT.manifest.key.manifest_name

@@ -12,10 +12,10 @@ from harness.waiting import until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.server import pages
+from sgl_kvfetch.server import web as pages
 from sgl_kvfetch.stores import wire
 from tests.odd_segments import odd_segments
-from tests.server.test_pages import get, serving
+from tests.server.test_web import get, serving
 
 
 def test_a_text_that_only_looks_like_klt_is_shown_as_it_is() -> None:

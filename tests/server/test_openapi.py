@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from sgl_kvfetch.server import metrics, pages
+from sgl_kvfetch.server import metrics, web as pages
 from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server

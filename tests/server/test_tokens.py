@@ -20,7 +20,8 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.access import store_token
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.server import tokens
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
@@ -220,7 +221,7 @@ async def test_a_clients_token_file_is_read_again(
     path.chmod(0o600)
     monkeypatch.setenv(TOKEN_ENV, "a")
     config = parse_config({"store": server.url, "token_file": str(path)})
-    store = HttpStore(server.url, token=config.store_token())
+    store = HttpStore(server.url, token=store_token(config))
     content = bytes(3 << 20)
     asks: list[Callable[[], Awaitable[object]]] = [
         partial(store.put, data_object(content), content),

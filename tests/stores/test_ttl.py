@@ -27,9 +27,9 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.protocol.config import KVFetchConfig
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import AdminStore, Store, object_digest

@@ -1,4 +1,4 @@
-"""The interfaces of codecs and decoders, and the names and types of levels.
+"""The interfaces of codecs and decoders, and the names of codecs and levels.
 
 The coder of levels is in `ladder`: it needs numpy and torch, which a store does not have.
 """
@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from sgl_kvfetch.errors import ConfigError
 
 if TYPE_CHECKING:  # a store has none
     import torch
 
+CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]  # that a user may choose
 LADDER, DIGITS = "ladder", "digits"  # the codecs of level 0 and of the other levels
 MOST_LEVELS = 4
+
+
+def require_writable(name: str) -> str:
+    """Return the name of a codec that a user may choose. Raises ConfigError for any other."""
+    if name not in (known := get_args(CodecName)):
+        raise ConfigError(f"codec {name!r} is unknown; known are {', '.join(known)}")
+    return name
 
 
 class Wide(NamedTuple):

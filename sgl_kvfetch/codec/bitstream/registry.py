@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Literal, get_args
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import LADDER, Codec
 from sgl_kvfetch.codec.bitstream.entropy import DeflateCodec, RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS
 from sgl_kvfetch.codec.layout.frames import FLAT
-from sgl_kvfetch.errors import ConfigError, FormatError
-
-CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]
+from sgl_kvfetch.errors import FormatError
 
 _OTHERS = AnsCodec(), AnsTablesCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
 CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in _OTHERS}}
@@ -24,13 +21,6 @@ def get_codec(name: str) -> Codec:
     if name not in CODECS:
         raise FormatError(f"codec {name!r} is unknown; known are {', '.join(CODECS)}")
     return CODECS[name]
-
-
-def require_writable(name: str) -> str:
-    """Return the name of a codec that a user may choose. Raises ConfigError for any other."""
-    if name not in (known := get_args(CodecName)):
-        raise ConfigError(f"codec {name!r} is unknown; known are {', '.join(known)}")
-    return name
 
 
 def can_decode(codecs: Set[str]) -> bool:

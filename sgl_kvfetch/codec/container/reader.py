@@ -16,11 +16,11 @@ from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
 from sgl_kvfetch.codec.bitstream.registry import CODECS, can_decode, get_codec
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest, PartInfo
 from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES, Chunk, DataObject
-from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
+from sgl_kvfetch.codec.container.sides import SidePlace, side_places
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
 from sgl_kvfetch.errors import ConfigError, FormatError
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import KVGeometry, SideKey
 
 BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.

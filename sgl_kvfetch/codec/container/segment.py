@@ -82,19 +82,13 @@ class SegmentSpec:
             page_hashes=tuple(page_hashes),
             span_pages=min(self.span_pages, len(page_hashes)),
             cell_layers=quantiser.cell_layers,
-            cell_heads=self._heads_of_a_cell(),
+            cell_heads=quantiser.heads_of_a_cell(len(self.heads.heads), self.cell_heads),
             parts=part_infos(quantiser, geometry),
             coefficients=(),
             variants=(),
             labels=self.heads.labels,
         )
         return msgspec.structs.replace(manifest, coefficients=coefficients_of(manifest, quantiser))
-
-    def _heads_of_a_cell(self) -> int:
-        if self.quantiser.cell_heads is not None:
-            return self.quantiser.cell_heads
-        all_heads = len(self.heads.heads)
-        return self.cell_heads or all_heads if self.quantiser.splits_heads else all_heads
 
     def require_readable(self) -> None:
         """Raise FormatError if readers would refuse the namespace, or would find a full span's chunks or manifest too

@@ -25,6 +25,7 @@ from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES, Chunk, Side, S
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.codec.quant.base import from_planes, to_planes
 from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.types import SideKey
 
 _ZSTD, _TABLES = ZstdCodec(), AnsTablesCodec()
 # Rows of the exponents: bytes whose places differ by a multiple of it share a row. The heads of most models have 64 or
@@ -32,7 +33,6 @@ _ZSTD, _TABLES = ZstdCodec(), AnsTablesCodec()
 _WIDTH = 128
 _ROWS = PLANES * _WIDTH
 
-SideKey = tuple[str, int]  # a pool, and a page of a segment, counted from its start
 SideData = tuple[Side, bytes]  # an object and its content
 
 

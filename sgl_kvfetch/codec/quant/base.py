@@ -155,7 +155,7 @@ class Quantiser(ABC):
         self, rows: torch.Tensor, exact: torch.Tensor, sizes: Sequence[tuple[int, int]]
     ) -> Sequence[Quantised]:
         """Return each cell's parts of what a GPU has quantised. ``rows``, ``exact``: uint8 ``(rows, tokens)`` and
-        ``(bytes,)``, of all cells, as `protocol.Write` has them. ``sizes``: rows and bytes of each cell."""
+        ``(bytes,)``, of all cells, as `messages.Write` has them. ``sizes``: rows and bytes of each cell."""
         raise AssertionError(f"no kernel quantises {self.identity}")
 
     profile: Profile | None = None  # of the model that it was calibrated for
@@ -189,6 +189,13 @@ class Quantiser(ABC):
     def cell_heads(self) -> int | None:
         """Heads of a cell, or None if cells of any number of heads can be restored."""
         return None
+
+    def heads_of_a_cell(self, num_heads: int, wanted: int | None) -> int:
+        """Return how many of a rank's ``num_heads`` heads a cell has. ``wanted``: how many there should be if the
+        quantiser leaves that open, a divisor of them; None for all."""
+        if self.cell_heads is not None:
+            return self.cell_heads
+        return wanted or num_heads if self.splits_heads else num_heads
 
     def num_coefficients(self, place: CellPlace) -> int | None:
         """Return the number of coefficients of a token in this cell, or None if there is one integer a value."""

@@ -6,13 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from sgl_kvfetch.codec.quant import PlainQuantiserName, QuantiserName
 from sgl_kvfetch.codec.quant.base import ExactQuantiser, Quantiser
 from sgl_kvfetch.codec.quant.klt import KLT_IDENTITY, KltIntegers
 from sgl_kvfetch.codec.quant.symmetric import SymmetricQuantiser
 from sgl_kvfetch.errors import ConfigError, FormatError
-
-PlainQuantiserName = Literal["exact", "uint8", "cachegen"]  # those that need no profile
-QuantiserName = Literal[PlainQuantiserName, "klt"]
 
 # CacheGen's own values (LMCache's CacheGenConfig for 32-layer models): finer bins for early layers.
 CACHEGEN_K_BINS = (32,) * 10 + (16,)

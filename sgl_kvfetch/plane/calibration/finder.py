@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from functools import partial
 from pathlib import Path
 
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.log import LimitedLogger, brief
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Emit
+from sgl_kvfetch.plane.access import open_profile_store, store_keys
 from sgl_kvfetch.plane.calibration.own import OwnCalibration, calibration_folder
-from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.profiles import PassedOver, TakenProfile, open_profile_store, take_from_store
+from sgl_kvfetch.plane.profiles import PassedOver, take_from_store
+from sgl_kvfetch.protocol import Emit, KVFetchConfig, TakenProfile, messages as m, require_profile_file
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import publish_profile
 
@@ -71,7 +71,7 @@ class ProfileFinder:
             if (path := self._own.profile) is None:
                 return False
             # One that this server would pass over would be published again and again.
-            await asyncio.to_thread(self._watch.needs.require_file, str(path))
+            await asyncio.to_thread(require_profile_file, self._watch.needs, str(path))
             return await self._publish(path)
         except Exception as e:  # the finder must go on: nothing else looks for a profile
             _limited.warning("making", f"kvfetch: a profile cannot be made or published here: {brief(e)}")
@@ -97,13 +97,13 @@ class ProfileFinder:
         return None
 
     def _ask_store(self) -> TakenProfile | None:
-        fits = self._watch.needs.require_file
+        fits = partial(require_profile_file, self._watch.needs)
         return asyncio.run(take_from_store(self._config, self._watch.weights, fits, None, self._passed_over))
 
     async def _publish(self, path: Path) -> bool:
         store = open_profile_store(self._config)
         try:
-            name = await publish_profile(store, path, self._config.store_keys())
+            name = await publish_profile(store, path, store_keys(self._config))
         except KVFetchError as e:
             needs = "; the token needs the role write" if isinstance(e, StoreError) else ""
             message = f"kvfetch: the profile in {path} cannot be published, and this server stores with 'exact': {e}"

@@ -28,8 +28,8 @@ import msgspec
 
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.plane.profiles import cache_folder
-from sgl_kvfetch.plane.protocol import Watch
 from sgl_kvfetch.processes import SLEEPING_THREADS
+from sgl_kvfetch.protocol import Watch
 from sgl_kvfetch.user_files import replace_file
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READY = b"ready\n"  # the process writes it once it ends with its parent, and before it computes
-Windows = Sequence[Sequence[bytes]]  # as in `protocol.ShowPrompts`
+Windows = Sequence[Sequence[bytes]]  # as in `messages.ShowPrompts`
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -40,7 +40,6 @@ import numpy as np
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellChunks, CellValues, Decoders, Quantised, SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
@@ -57,6 +56,7 @@ from sgl_kvfetch.plane.fetch.plan import (
 )
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
+from sgl_kvfetch.protocol import StridedPages
 from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores import Store

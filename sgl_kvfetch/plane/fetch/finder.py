@@ -33,20 +33,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SideKey, SidePlace, decode_manifest, open_manifest
+from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SidePlace, decode_manifest, open_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss, counted, miss, note
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.choice import FetchOrder
-from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.protocol import Arena, KVFetchConfig, Room, messages as m
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks, side_by_side
 from sgl_kvfetch.stores import Breaker, SegmentHit, Store
+from sgl_kvfetch.types import SideKey
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plane.store import StoreClient
@@ -70,7 +69,7 @@ class Usable:
 
 
 def usable_runs(sources: Sequence[PageSource], trailing: Mapping[str, int]) -> Usable:
-    """Return which runs of pages, from the first on, can be used. ``trailing``: as in `protocol.Stage`.
+    """Return which runs of pages, from the first on, can be used. ``trailing``: as in `messages.Stage`.
 
     The rules are SGLang's (``HiCacheFile.batch_exists_v2``).
     """

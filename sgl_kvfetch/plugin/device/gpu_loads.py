@@ -47,12 +47,11 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import PLANES, CellPlace, Device, Fence, Stream
 from sgl_kvfetch.codec.cuda_streams import Event
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import StagedValues
-from sgl_kvfetch.plane.coded import StagedCode
-from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory, copy
 from sgl_kvfetch.plugin.device.pages import EnginePools, Load, Loader, SideBuffers, SidePart
 from sgl_kvfetch.processes import use_one_thread
+from sgl_kvfetch.protocol import CODE_ALIGNMENT, StagedValues
+from sgl_kvfetch.protocol.arena import StagedCode
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from sgl_kvfetch.triton_kernels.restore_klt import KltModel, klt_rows, launch_klt, vector_of
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from sgl_kvfetch import timeline
+from sgl_kvfetch.engine import DataPlane
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.offloads import Offloads
 from sgl_kvfetch.plugin.device.pages import (
@@ -41,6 +41,7 @@ from sgl_kvfetch.plugin.register import BACKEND
 from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access
+from sgl_kvfetch.protocol import parse_config
 from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)

@@ -30,12 +30,13 @@ from typing import Any
 import torch
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.engine import DataPlane
 from sgl_kvfetch.keys import hash_bytes
-from sgl_kvfetch.plane import DataPlane, StagedValues
-from sgl_kvfetch.plane.protocol import is_for_its_end
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device.waiting_queue import wanted_tokens
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
+from sgl_kvfetch.protocol import StagedValues
+from sgl_kvfetch.protocol.messages import is_for_its_end
 from sgl_kvfetch.reasons import Reason
 
 _COLUMNS = 64
@@ -168,7 +169,7 @@ class HeldBack(Admissible):
 @dataclass(slots=True, eq=False)
 class Prefix:
     """A request's pages that are staged for it, if there are any. ``hashes``: theirs. ``work``: the data plane's
-    number for them. ``trailing``: as in `protocol.Stage`. ``num_before``: the tokens before these pages."""
+    number for them. ``trailing``: as in `messages.Stage`. ``num_before``: the tokens before these pages."""
 
     req: Any  # SGLang's Req
     hashes: Sequence[str]
@@ -227,7 +228,7 @@ class Prefixes:
     def arrive(
         self, req: Any, hashes: Sequence[str], span: Any, *, is_idle: bool, trailing: Mapping[str, int] | None = None
     ) -> None:
-        """Begin to stage the pages of a request that waits. ``is_idle``, ``trailing``: as in `protocol.Stage`.
+        """Begin to stage the pages of a request that waits. ``is_idle``, ``trailing``: as in `messages.Stage`.
         ``span``: the OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
         if not hashes or len(hashes) < self.threshold_pages:
             return

@@ -9,8 +9,7 @@ import torch
 from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import SharedPool
-from sgl_kvfetch.plane.arena import StridedPages
+from sgl_kvfetch.protocol import SharedPool, StridedPages
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 _FP8_FLAGS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -18,9 +18,9 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.engine.process import ReadSide
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane.process import ReadSide
+from sgl_kvfetch.types import SideKey
 
 PACKED = "packed_draft"
 _DRAFT = (PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA, PACKED)

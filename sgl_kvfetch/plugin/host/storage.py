@@ -41,13 +41,12 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.engine import DataPlane
+from sgl_kvfetch.engine.data_plane import SideFetch
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.keys import hash_bytes, label_of_request
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import counted
-from sgl_kvfetch.plane import DataPlane, SharedPool, parse_config
-from sgl_kvfetch.plane.engine_end import SideFetch
-from sgl_kvfetch.plane.protocol import Found
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools, trailing_pages
@@ -56,6 +55,8 @@ from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
 from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 from sgl_kvfetch.processes import use_one_thread
+from sgl_kvfetch.protocol import SharedPool, parse_config
+from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage
 from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
@@ -342,13 +343,15 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
         if keys and self.access.reads:
             with counted("lookup"):
-                found = self._plane.look_up(
-                    hash_bytes(keys),
-                    trailing=trailing_pages([*transfers, *self._sides.with_kv((), _NO_INDICES)]),
-                    saved_s=self.meter.speed.saved_s(len(keys), self._pages.geometry.page_size),
+                asked = Stage(
+                    0,
+                    b"".join(hash_bytes(keys)),
+                    tuple(self.meter.speed.saved_s(len(keys), self._pages.geometry.page_size)),
                     is_idle=self._tell_idle(),
+                    is_read_ahead=True,
+                    trailing=trailing_pages([*transfers, *self._sides.with_kv((), _NO_INDICES)]),
                 )
-                result = found.result(self._config.lookup_timeout_s + _GRACE_S)
+                result = self._plane.look_up(asked).result(self._config.lookup_timeout_s + _GRACE_S)
                 status.note(self._looked_up_for, keys, result.num_found, result.num_pages, result.reason)
                 return result
         return Found(0)
@@ -390,15 +393,17 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 (each, self._begin_side(each, deadline_s, ends))
                 for each in self._sides.with_kv(keys[: len(places)], host_indices[here])
             ]
-            fetch = self._plane.fetch(
-                hash_bytes(keys[: len(places)]),
-                places,
+            asked = FetchPages(
+                0,
+                b"".join(hash_bytes(keys[: len(places)])),
+                tuple(places),
                 deadline_s,
                 is_first=keys[0] == prefetch.first_hash,
                 is_last=keys[-1] == prefetch.last_hash,
                 is_divisible=prefetch.is_divisible,
                 is_idle=self._tell_idle(),
             )
+            fetch = self._plane.fetch(asked)
             try:
                 awaited = _await(fetch.over, deadline_s + _GRACE_S, prefetch.why_given_up)
             finally:

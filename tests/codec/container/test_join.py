@@ -15,9 +15,10 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.codec.layout.frames import FLAT
+from sgl_kvfetch.codec.quant import PlainQuantiserName
 from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_parts
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of

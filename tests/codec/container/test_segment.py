@@ -10,9 +10,10 @@ from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.layout.frames import FLAT
+from sgl_kvfetch.codec.quant import PlainQuantiserName
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity
+from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, place_of, values_of

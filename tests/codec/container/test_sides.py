@@ -12,10 +12,11 @@ from sgl_kvfetch.codec.container import manifest as manifest_module
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.container.sides import SideKey, encode_side, side_places
+from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.tools.encoder import make_targets, transcode
+from sgl_kvfetch.types import SideKey
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
 from tests.segments import make_segment
 

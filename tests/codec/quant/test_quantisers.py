@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kvfetch.codec.quant import _exact
+from sgl_kvfetch.codec.quant import PlainQuantiserName, _exact
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser, join_parts, to_planes
-from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity
+from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KV_DTYPES, torch_dtype
 

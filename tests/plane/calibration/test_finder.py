@@ -22,13 +22,14 @@ from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.calibration import finder, own
 from sgl_kvfetch.plane.calibration.__main__ import calibrate
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.calibration.own import Job, OwnCalibration, write_prompts
-from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
 from sgl_kvfetch.plane.profiles import cache_folder, take_from_store
+from sgl_kvfetch.protocol import messages as m
+from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
+from sgl_kvfetch.protocol.messages import ProfileNeeds
 from sgl_kvfetch.stores import open_remote
 from sgl_kvfetch.stores.notes import PROFILES, publish_profile
 from sgl_kvfetch.types import KVGeometry

@@ -16,13 +16,13 @@ from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError
-from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.protocol.arena import Arena
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.plane.fetch.conftest import (
     NUM_PAGES,

@@ -3,7 +3,7 @@ import torch
 
 from harness.memory_pool import MemoryPool
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.plane.arena import consecutive_runs
+from sgl_kvfetch.protocol.arena import consecutive_runs
 from sgl_kvfetch.types import KVGeometry
 
 

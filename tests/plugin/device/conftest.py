@@ -9,9 +9,10 @@ import pytest
 from sglang.srt.mem_cache import unified_radix_cache
 
 from sgl_kvfetch.plane import service, store, store as plane_store
-from sgl_kvfetch.plane.config import config_quantiser
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker
+from sgl_kvfetch.protocol import quantiser
+from sgl_kvfetch.protocol.quantiser import config_quantiser
 from sgl_kvfetch.stores import with_keys
 from sgl_kvfetch.triton_kernels import runtime
 from tests.linker import HAS_LINKER
@@ -29,7 +30,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
     monkeypatch.setattr(plane_store, "with_keys", lambda store, keys: with_keys(GatedStore(store), keys))
     monkeypatch.setattr(store, "_LINGER_S", 0.01)
-    monkeypatch.setattr(store, "SPAN_TOKENS", 8)
+    monkeypatch.setattr(quantiser, "SPAN_TOKENS", 8)
     monkeypatch.setattr(starting, "_launch", starting._launch)  # rigs set these
     monkeypatch.setattr(linker, "open_engine_plane", starting.open_engine_plane)
     monkeypatch.setattr(linker, "_open_pages", linker._open_pages)

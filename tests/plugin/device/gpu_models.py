@@ -8,7 +8,7 @@ import torch
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.plane import store
+from sgl_kvfetch.protocol import quantiser
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig, rig as linker_rig
 from tests.plugin.device.rig import Rig, key_of
@@ -20,7 +20,7 @@ def use_small_model(monkeypatch: pytest.MonkeyPatch, num_heads: int = HEADS) -> 
     """Let rigs have this model. The CPU's fastest products round more than one in float32, so they are not used."""
     for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
         monkeypatch.setattr(klt, product, False)
-    monkeypatch.setattr(store, "SPAN_TOKENS", 32)
+    monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
     for module in (device_rig, linker_rig):
         for name, value in (("LAYERS", LAYERS), ("HEADS", num_heads), ("DIM", DIM)):
             monkeypatch.setattr(module, name, value)

@@ -34,13 +34,14 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane import service
-from sgl_kvfetch.plane.config import config_quantiser
 from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, SlotPages
+from sgl_kvfetch.protocol.messages import Stage
+from sgl_kvfetch.protocol.quantiser import config_quantiser
 from sgl_kvfetch.stores.base import WrappedStore
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.fake_streams import FakeDevice
@@ -315,7 +316,7 @@ class Rig:
 
     def hear_plane(self) -> None:
         """Wait until the data plane has done all that it was told so far."""
-        self.settle(self.parts.plane.look_up([]).done)
+        self.settle(self.parts.plane.look_up(Stage(0, b"", is_read_ahead=True)).done)
 
     def flush(self) -> None:
         self.cache.reset()

@@ -25,6 +25,7 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import store as client
 from sgl_kvfetch.plane.fetch.offers import Tolerance
+from sgl_kvfetch.protocol import quantiser
 from sgl_kvfetch.stores import Breaker
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.conftest import MakeRig
@@ -179,7 +180,7 @@ def pair(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
     """Two ranks whose store has all prompts. With `klt`, the cells of the first are coded; those of the second are in
     levels, of which one rank has lost some; those of the third are coded on one rank alone."""
     use_small_model(monkeypatch, num_heads=1)  # the interpreter takes milliseconds for each
-    monkeypatch.setattr(client, "SPAN_TOKENS", 4 * PAGE)
+    monkeypatch.setattr(quantiser, "SPAN_TOKENS", 4 * PAGE)
     monkeypatch.setattr(client, "Tolerance", partial(Tolerance, within_s=600))
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     common: dict[str, Any] = {"num_layers": LAYERS, "num_slots": NUM_SLOTS}

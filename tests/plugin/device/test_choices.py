@@ -15,8 +15,8 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.engine import data_plane
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane import engine_end
 from sgl_kvfetch.plane.fetch import fetcher
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plugin import weight_updates
@@ -236,7 +236,7 @@ def test_pages_are_written_again_by_another_quantiser(rig: Rig) -> None:
 
 
 def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(tokens)
@@ -249,8 +249,8 @@ def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monke
 
 
 def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
-    monkeypatch.setattr(engine_end, "_NO_ROOM_S", math.inf)
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(0))
@@ -267,8 +267,8 @@ def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch:
 
 def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a store hangs: half of the pool would be of no use to others for as long."""
-    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
-    monkeypatch.setattr(engine_end, "_NO_ROOM_S", 1.0)
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(data_plane, "_NO_ROOM_S", 1.0)
     rig = make(write_queue_bytes=1 << 20)
     refusals, free = block_writes(rig, monkeypatch)
     for seed in range(2):
@@ -283,8 +283,8 @@ def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkey
 
 
 def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
-    monkeypatch.setattr(engine_end, "_NO_ROOM_S", math.inf)
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20)
     rig.store.puts.error = StoreError("timeout", "as told")
     rig.compute(prompt(0))
@@ -301,8 +301,8 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """SGLang lets all wait behind a request for which there is no room. ``is_stored``: it was staged, and is held."""
-    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
-    monkeypatch.setattr(engine_end, "_NO_ROOM_S", math.inf)
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     if is_stored:
         rig.stored(prompt(1, 24))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane.coded import CELL, StagedCode
 from sgl_kvfetch.plugin.device.gpu_loads import ALIGNMENT, _Part, _parts, _runs
+from sgl_kvfetch.protocol.arena import CELL, StagedCode
 
 CODE_BYTES, FRAMES_BYTES = 100, 1024  # of a cell
 PART_BYTES = 4 * FRAMES_BYTES + 2 * ALIGNMENT

@@ -10,15 +10,15 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plane.protocol import Start
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker, pages as pages_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools
+from sgl_kvfetch.protocol.config import parse_config
+from sgl_kvfetch.protocol.messages import Start
+from sgl_kvfetch.protocol.quantiser import written_places
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.plugin.device.cuda_pages import (
     NUM_PAGES,
@@ -106,7 +106,7 @@ def test_what_is_kept_of_rotations_fits_the_device() -> None:
     device.num_free_bytes = 16 * (200 << 10)
     pages = make_pages(device, WIDE)
     quantiser = make_klt()
-    places = starting._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
+    places = written_places(parse_config({"store": "http://kv"}), make_heads(WIDE, quantiser), quantiser, 64)
     pages.prepare(quantiser, places)
     assert 0 < pages._table_bytes <= 200 << 10
     pages.release()
@@ -133,7 +133,7 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
         opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
         opening.open(config, quantiser)
     assert compiled == [0, 1]  # for the shape of its cells
-    places = starting._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
+    places = written_places(config, make_heads(WIDE, quantiser), quantiser)
     assert {*pages._inverses} == {(quantiser, x.layers, x.heads) for x in places}
     assert all(bool(buffer.isnan().all()) for buffer in (*memory(pages)["k"], *memory(pages)["v"]))
 

@@ -22,10 +22,10 @@ from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import service, store
-from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device import gpu_loads, gpu_pages
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+from sgl_kvfetch.protocol.arena import Room
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table

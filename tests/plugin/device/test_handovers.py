@@ -14,7 +14,7 @@ import pytest
 import sgl_kvfetch
 from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plane import store as client
+from sgl_kvfetch.protocol import quantiser
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
 from tests.test_threads import assert_threads
@@ -36,7 +36,7 @@ MOST_MODULES = 38
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SPAN_TOKENS", 32)
+    monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
     before = threading.enumerate()
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
@@ -73,7 +73,7 @@ def modules_run() -> Iterator[set[str]]:
 
 def test_a_fetch_runs_through_few_modules(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading how a fetch works means reading these modules."""
-    monkeypatch.setattr(client, "SPAN_TOKENS", 32)
+    monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
     with StoreProcess(tmp_path / "store") as store, modules_run() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
         tokens = rig.stored(prompt(0))

@@ -20,14 +20,14 @@ from sgl_kvfetch.codec.quant.base import CellValues, Quantised, join_parts
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.engine import data_plane as plane_module
+from sgl_kvfetch.engine.data_plane import DataPlane
+from sgl_kvfetch.engine.process import Quantising
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import engine_end as plane_module
-from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.process import Quantising
-from sgl_kvfetch.plane.protocol import Start
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, Others, others_in
 from sgl_kvfetch.plugin.device.pages import GuardedSource, PageRun
+from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.triton_kernels import quantise_klt
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
 from sgl_kvfetch.types import TENSORS

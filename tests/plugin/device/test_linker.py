@@ -11,10 +11,10 @@ import pytest
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import label_of_request
-from sgl_kvfetch.plane import protocol
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device import parking
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.protocol import messages
 from sgl_kvfetch.reasons import Reason
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, Request, Rig, prompt
@@ -66,7 +66,7 @@ def test_a_request_gets_no_pages_of_another_one_with_its_id(make: MakeRig) -> No
 
 @pytest.mark.parametrize("rid", ["\ud800", "x" * (1 << 20)])
 def test_what_users_call_their_requests_is_cut(make: MakeRig, rid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_MOST_BYTES", 4096)
+    monkeypatch.setattr(messages, "_MOST_BYTES", 4096)
     rig = make()
     tokens = rig.stored(prompt(0))
     request = rig.arrive_staged(tokens, rid)

@@ -16,10 +16,10 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.plane import store as client
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plugin.device import gpu_loads
+from sgl_kvfetch.protocol import quantiser as quantisers
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
@@ -38,7 +38,7 @@ TOKENS = prompt(0, NUM_PAGES)
 @pytest.fixture(autouse=True)
 def _small_model(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_model(monkeypatch)
-    monkeypatch.setattr(client, "SPAN_TOKENS", 16)
+    monkeypatch.setattr(quantisers, "SPAN_TOKENS", 16)
     monkeypatch.setattr(runtime, "INTERPRETED", False)
 
 

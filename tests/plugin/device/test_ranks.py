@@ -15,9 +15,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import service
-from sgl_kvfetch.plane.config import config_quantiser
-from sgl_kvfetch.plane.protocol import Start
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
+from sgl_kvfetch.protocol.messages import Start
+from sgl_kvfetch.protocol.quantiser import config_quantiser
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Ranks, Request, Rig, prompt
 from tests.plugin.planes import start_by_uint8

@@ -32,12 +32,12 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import Side
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import store
-from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.plugin.device.pages import EnginePools, Load, SideBuffers, SideSlots, open_pools
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
+from sgl_kvfetch.protocol.arena import StagedValues
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.backends import DIM, HEADS, LAYERS, PAGE_SIZE, POOL_PAGES, make_mla_pool, make_pool
 from tests.plugin.device.conftest import MakeRig

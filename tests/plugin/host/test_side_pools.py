@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.engine import data_plane as plane_module
 from sgl_kvfetch.errors import StoreError, UnsupportedError
-from sgl_kvfetch.plane import engine_end as plane_module
 from sgl_kvfetch.plane.write import writer as writer_module
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage

@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.engine import data_plane as plane_module
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import label_of_request
-from sgl_kvfetch.plane import engine_end as plane_module
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view

@@ -21,10 +21,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sgl_kvfetch.errors import DECODE_ERRORS, FormatError
-from sgl_kvfetch.keys import Labels, Namespace
-from sgl_kvfetch.plane.config import ProfileNeeds
+from sgl_kvfetch import errors
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError
+from sgl_kvfetch.keys import Labels, Namespace, valid_unicode
 from sgl_kvfetch.status import Audits
+from sgl_kvfetch.types import KVGeometry
 
 VERSION = 13
 _LENGTH = struct.Struct("<I")
@@ -33,6 +34,27 @@ _MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
+
+
+class ProfileNeeds(msgspec.Struct, frozen=True, array_like=True):
+    """What a profile must have for a rank to serve by it. ``geometry``: of the rank's pool of K and V. ``layers``: the
+    model's layers in that pool. ``first_layer``: the number of the first one among those of all pipeline stages.
+    ``target_kl``: as in the config."""
+
+    geometry: KVGeometry
+    layers: tuple[int, ...]
+    first_layer: int
+    tp_rank: int
+    tp_size: int
+    target_kl: float | None = None
+
+
+class TakenProfile(msgspec.Struct, frozen=True, array_like=True):
+    """A profile that was taken from the store. ``path``: of this machine's copy. ``about``: one line for the log."""
+
+    path: str
+    digest: str
+    about: str
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True):
@@ -225,6 +247,15 @@ class Refused(_Message, frozen=True):
     kind: str
     reason: str
 
+    @classmethod
+    def of(cls, error: KVFetchError) -> Refused:
+        return cls(type(error).__name__, valid_unicode(str(error)))
+
+    @property
+    def error(self) -> KVFetchError:
+        kind: type[KVFetchError] = getattr(errors, self.kind, KVFetchError)
+        return kind(self.reason)
+
 
 class Found(_Message, frozen=True):
     """The result of a `Stage` of host mode: ``num_found`` pages are stored, and the first ``num_pages`` are read ahead.
@@ -323,8 +354,8 @@ Command = (
     | Ping
     | Close
 )
-Answer = Found | Fetched | Staged | ClearOver  # the thread that has asked receives them
-Event = Ready | Refused | Answer | Taken | Settled | ProfileFound | AuditsTold | Pong
+Answer = Found | Fetched | Staged | Taken | ClearOver
+Event = Ready | Refused | Answer | Settled | ProfileFound | AuditsTold | Pong
 
 M = TypeVar("M")
 
@@ -354,23 +385,19 @@ class MessageReader(Generic[M]):
     def feed(self, data: bytes) -> Iterator[M]:
         """Add ``data`` and yield all complete messages. Raises FormatError for bytes that are not such messages."""
         self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= _LENGTH.size:
-                (size,) = _LENGTH.unpack_from(self._buffer, start)
-                if size > _MOST_BYTES:
-                    raise FormatError(f"a message of {size} bytes; at most {_MOST_BYTES} are allowed")
-                end = start + _LENGTH.size + size
-                if end > len(self._buffer):
-                    return
-                body = bytes(self._buffer[start + _LENGTH.size : end])
-                start = end
-                try:
-                    yield self._decoder.decode(body)
-                except DECODE_ERRORS as e:
-                    raise FormatError(f"a message that cannot be decoded: {e}") from e
-        finally:
-            del self._buffer[:start]
+        while len(self._buffer) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer)
+            if size > _MOST_BYTES:
+                raise FormatError(f"a message of {size} bytes; at most {_MOST_BYTES} are allowed")
+            end = _LENGTH.size + size
+            if end > len(self._buffer):
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            try:
+                yield self._decoder.decode(body)
+            except DECODE_ERRORS as e:
+                raise FormatError(f"a message that cannot be decoded: {e}") from e
 
 
 _READ_BYTES = 1 << 18
@@ -433,30 +460,27 @@ class Outbox:
 
 
 class Channel:
-    """The engine's end. Commands are sent from any thread. Events come over two sockets: answers to whoever asked, on
-    its own thread, so that no other thread has to wake up for them; all else to a thread that waits for it."""
+    """The engine's end. Commands are sent from any thread, and one thread receives events. What the scheduler looks for
+    in its steps has a socket of its own, so that no other thread has to wake up for it."""
 
-    def __init__(self, commands: socket.socket, events: socket.socket) -> None:
-        """``commands`` brings the answers, too."""
+    def __init__(self, commands: socket.socket, staged: socket.socket) -> None:
+        """``commands`` brings all events but those that ``staged`` brings: `Staged`, in device mode."""
         self._waker = os.eventfd(0, os.EFD_NONBLOCK)
         self._outbox = Outbox(commands, lambda: os.eventfd_write(self._waker, 1))
-        self._events = events
-        self._events.setblocking(False)
-        self._reader: MessageReader[Event] = MessageReader(Event)
-        self._answers: MessageReader[Answer] = MessageReader(Answer)
+        self._events: MessageReader[Event] = MessageReader(Event)
+        self._staged = Outbox(staged, lambda: None)  # which sends nothing
+        self._answers: MessageReader[Staged] = MessageReader(Staged)
         self._poller = select.poll()
         self._poller.register(self._waker, select.POLLIN)
-        self._poller.register(events, select.POLLIN)
-        self._poller.register(commands, 0)
-        self._answer_poller = select.poll()
-        self._answer_poller.register(commands, select.POLLIN)
+        self._poller.register(commands)
         self.send = self._outbox.send
 
     def receive(self, timeout_s: float) -> list[Event] | None:
         """Wait for events. Return an empty list only if the other end neither sends nor takes a byte for ``timeout_s``,
         and None if it is gone or sends invalid bytes."""
+        sock = self._outbox.sock
         while True:
-            self._poller.modify(self._outbox.sock, select.POLLOUT if self._outbox.has_unsent else 0)
+            self._poller.modify(sock, select.POLLIN | (select.POLLOUT if self._outbox.has_unsent else 0))
             ready = dict(self._poller.poll(timeout_s * 1e3))
             if not ready:
                 return []
@@ -464,10 +488,10 @@ class Channel:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._waker)
             self._outbox.flush()
-            if self._events.fileno() in ready:
+            if ready.get(sock.fileno(), 0) & ~select.POLLOUT:
                 try:
-                    data = self._events.recv(_READ_BYTES)
-                    events = list(self._reader.feed(data)) if data else None
+                    data = sock.recv(_READ_BYTES)
+                    events = list(self._events.feed(data)) if data else None
                 except BlockingIOError:
                     continue
                 except (OSError, FormatError):
@@ -475,23 +499,18 @@ class Channel:
                 if events is None or events:
                     return events
 
-    def receive_answers(self, timeout_s: float) -> list[Answer] | None:
-        """Wait up to ``timeout_s`` for answers. Return those that have come, at most as many as one read returns; None
-        if the other end is gone. One thread at a time may call this. Raises FormatError."""
-        if not self._answer_poller.poll(timeout_s * 1e3):  # cheaper than an attempt to read
-            return []
+    def receive_staged(self) -> list[Staged]:
+        """Return answers that have come, at most as many as one read returns. One thread may call this. Never waits.
+        Raises FormatError."""
         try:
-            data = self._outbox.receive()
-        except BlockingIOError:
+            return list(self._answers.feed(self._staged.receive()))
+        except OSError:  # none has come, or the other end is gone, as the other thread notices
             return []
-        except OSError:
-            return None
-        return list(self._answers.feed(data)) if data else None
 
     def close(self) -> None:
         """Close the sockets. Call this on the thread that receives. Idempotent."""
         self._outbox.close()
-        self._events.close()
+        self._staged.close()
         if self._waker >= 0:
             os.close(self._waker)
             self._waker = -1

@@ -1,5 +1,5 @@
 """Parse and validate the user's ``--hicache-storage-backend-extra-config``, once, at start-up: options, stores,
-quantiser.
+quantiser. It is a value: what it names is opened by others.
 
 The engine imports this before SGLang serves, when nothing may be counted yet: see `metrics`.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
-import msgspec
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,28 +22,15 @@ from pydantic import (
     model_validator,
 )
 
-from sgl_kvfetch.codec import KltQuantiser, Profile, Quantiser, StoreKeys, load_profile, read_outline, require_writable
+from sgl_kvfetch.codec import require_writable
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
-from sgl_kvfetch.codec.quant.klt import require_grid
-from sgl_kvfetch.codec.quant.registry import (
-    PlainQuantiserName,
-    QuantiserName,
-    make_quantiser,
-    quantiser_from_identity,
-)
+from sgl_kvfetch.codec.quant import QuantiserName
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import is_unicode
-from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token, open_remote, takes_token
-from sgl_kvfetch.stores.open import STORE_URLS
-from sgl_kvfetch.types import TENSORS, KVGeometry
-from sgl_kvfetch.user_files import (
-    TOKEN_ENV,
-    FreshFiles,
-    environment_secret,
-    parse_duration,
-    parse_size,
-    read_token_file,
-)
+from sgl_kvfetch.user_files import STORE_URLS, TOKEN_ENV, parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.codec import Quantiser
 
 _SECRET_KEYS = frozenset({"s3", "index"})  # their values are never shown
 
@@ -63,7 +48,7 @@ SGLANG_KEYS = frozenset(
 
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, BeforeValidator(lambda value: parse_duration(value) if isinstance(value, str) else value)]
-_CACHEGEN = "cachegen("  # an identity, with bins of the user's
+CACHEGEN = "cachegen("  # an identity, with bins of the user's
 _BY_USER = "by user"  # the context in which a config is validated that a user wrote
 
 
@@ -240,7 +225,9 @@ class KVFetchConfig(_Keys):
     @classmethod
     def _known_quantiser(cls, value: str | None) -> str | None:
         known = (*get_args(QuantiserName), "auto")
-        if value is not None and value.startswith(_CACHEGEN):
+        if value is not None and value.startswith(CACHEGEN):
+            from sgl_kvfetch.codec import quantiser_from_identity  # which imports torch, and most configs need not
+
             try:
                 quantiser_from_identity(value)
             except FormatError as e:
@@ -298,6 +285,15 @@ class KVFetchConfig(_Keys):
         """The quantiser; with ``auto``, the one that the server is to have in the end."""
         return "klt" if self.quantiser == "auto" else self.quantiser or ("exact" if self.profile is None else "klt")
 
+    def coarseness(self, quantiser: Quantiser) -> int:
+        """Return how many times the step may be tripled in what this config's server reads. Raises ConfigError."""
+        max_kl = None if self.levels is None else self.levels.max_kl
+        return 0 if max_kl is None else quantiser.coarseness_within(max_kl, "levels.max_kl")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the keys that are set, as `messages.Start` has them; ``model_validate`` reads them."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
     @property
     def as_exact(self) -> KVFetchConfig:
         """This config of ``klt`` as one of ``exact``, without the keys that only ``klt`` has."""
@@ -307,20 +303,6 @@ class KVFetchConfig(_Keys):
     def with_profile(self, path: str) -> KVFetchConfig:
         """Return this config of ``klt``, or of ``auto``, with a profile."""
         return self.model_copy(update={"quantiser": "klt", "profile": path})
-
-    def store_keys(self) -> StoreKeys:
-        """Read the keys of the store. Raises ConfigError."""
-        return StoreKeys.read(self.key_file)
-
-    def fresh_keys(self) -> FreshFiles[StoreKeys]:
-        """Read the keys of the store, and again when their file changes. Raises ConfigError."""
-        return FreshFiles("keys", () if self.key_file is None else (self.key_file,), self.store_keys)
-
-    def store_token(self) -> Token | None:
-        """Return what the store is shown. Raises ConfigError if the token's file cannot be used."""
-        if (path := self.token_file) is None:
-            return environment_secret(TOKEN_ENV) if takes_token(self.store) else None
-        return FreshFiles("token", (path,), lambda: read_token_file(path, "token_file"))
 
     @property
     def reads(self) -> bool:
@@ -386,102 +368,3 @@ def _fault(error: dict[str, Any]) -> str:
         return str(message)
     value = "(hidden)" if _is_secret(key) else repr(error["input"])
     return f"{key} = {value}: {message}"
-
-
-def check_files(config: KVFetchConfig) -> None:
-    """Check the files and the keys that a config names for its stores, its token, and its store's URL. Does no network
-    I/O. Raises ConfigError."""
-    config.store_keys()
-    tls = tls_files(config)
-    tls.context()
-    open_remote(config.store, token=config.store_token(), options=HttpOptions(tls=tls), s3=s3_options(config))
-
-
-def tls_files(config: KVFetchConfig) -> TlsFiles:
-    return TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file)
-
-
-def s3_options(config: KVFetchConfig) -> S3Options:
-    return S3Options(config.s3 or {}, config.index)
-
-
-def coarseness_of(config: KVFetchConfig, quantiser: Quantiser) -> int:
-    """Return how many times the step may be tripled in what a config's server reads. Raises ConfigError."""
-    max_kl = None if config.levels is None else config.levels.max_kl
-    return 0 if max_kl is None else quantiser.coarseness_within(max_kl, "levels.max_kl")
-
-
-_MOST_NUMBERS = 8  # of layers in a message
-
-
-def config_quantiser(config: KVFetchConfig) -> Quantiser:
-    """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
-    name = config.quantiser_name
-    if name.startswith(_CACHEGEN):
-        return quantiser_from_identity(name)
-    if name != "klt":
-        return make_quantiser(cast("PlainQuantiserName", name))
-    assert config.profile is not None
-    return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)
-
-
-class ProfileNeeds(msgspec.Struct, frozen=True, array_like=True):
-    """What a profile must have for a rank to serve by it. ``geometry``: of the rank's pool of K and V. ``layers``: the
-    model's layers in that pool. ``first_layer``: the number of the first one among those of all pipeline stages.
-    ``target_kl``: as in the config."""
-
-    geometry: KVGeometry
-    layers: tuple[int, ...]
-    first_layer: int
-    tp_rank: int
-    tp_size: int
-    target_kl: float | None = None
-
-    def require_file(self, path: str) -> None:
-        """Raise ConfigError unless the profile in a file has what is needed. Reads no tensors."""
-        self.require(path, read_outline(Path(path)))
-
-    def require(self, path: str, profile: Profile) -> None:
-        """Raise ConfigError unless a profile, or its outline, has this rank's layers and heads as whole cells, and
-        reaches the target. ``path``: for messages."""
-        self._require_shape(path, profile)
-        profile.require_target(self.target_kl)
-
-    def _require_shape(self, path: str, profile: Profile) -> None:
-        """Raise ConfigError unless a profile has this rank's layers and heads as whole cells."""
-        geometry, end_layer = self.geometry, self.first_layer + len(self.layers)
-        expected = {
-            "KV heads a rank": (max(1, profile.grid.num_heads // self.tp_size), geometry.num_heads),
-            **{f"values a head of {t.upper()}": (profile.head_dim(t), geometry.head_dim(t)) for t in TENSORS},
-        }
-        for what, (found, wanted) in expected.items():
-            if found != wanted:
-                raise ConfigError(
-                    f"profile {path} is for another model: it has {found} {what}, the engine has {wanted}"
-                )
-        if profile.grid.num_layers < end_layer:
-            raise ConfigError(
-                f"profile {path} is for another model: it has {profile.grid.num_layers} layers, the engine has "
-                f"{end_layer} or more"
-            )
-        layers = profile.layers.coded[self.first_layer : end_layer]
-        if layers != self.layers:
-            raise ConfigError(
-                f"profile {path} is for other layers: it has the model's layers {_numbers(layers)}, and SGLang keeps "
-                f"K and V of layers {_numbers(self.layers)} in this pool; calibrate again"
-            )
-        heads = rank_heads(self.tp_rank, self.tp_size, geometry.num_heads, profile.grid.num_heads)
-        require_grid(profile, self.first_layer, len(self.layers), heads.start, len(heads))
-
-
-def rank_heads(tp_rank: int, tp_size: int, num_heads: int, total: int) -> range:
-    """Return the range of a rank's ``num_heads`` heads among the model's ``total`` heads."""
-    # With more ranks than heads, neighbouring ranks have the same head.
-    first = tp_rank * total // tp_size
-    return range(first, first + num_heads)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Return how a message lists layers: some of the first, and how many more."""
-    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
-    return ", ".join(map(str, numbers[:_MOST_NUMBERS])) + more

@@ -1,4 +1,10 @@
-"""Memory shared by the engine and its data plane, through which values and pages go from one to the other.
+"""Memory shared by the engine and its data plane, through which values and pages go from one to the other, and what
+lies in it: pools of pages, and what a `Staged` answer points to. That is K and V of a prompt's pages, its side pages,
+or, where the engine restores them on its GPU, cells that are still coded, with the tables that kernels need.
+
+The data plane lays these out (`plane/staging.py`, `plane/coded.py`), and the engine's process loads them. An engine may
+load fewer pages than were staged: other ranks have fewer, or a request shares only a part. `of_pages` makes the tables
+of these alone, so that no table names a page that has no slot.
 
 The engine imports this module before SGLang shares metrics: see `sgl_kvfetch.metrics`.
 """
@@ -8,16 +14,19 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from sgl_kvfetch.codec import CellValues
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.types import TENSORS, KVGeometry
+from sgl_kvfetch.protocol import messages as m
+from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.types import TENSORS, KVGeometry, SideKey
 
 
 def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
@@ -214,3 +223,144 @@ def map_pool(files: Sequence[tuple[int, int]], places: Sequence[m.Place], dtype:
     raw = torch.uint8 if dtype.itemsize == 1 else dtype
     memories = [Arena(*file).whole.view(raw) for file in files]
     return StridedPages([memories[p.file].as_strided(p.shape, p.strides, p.offset) for p in places])
+
+
+@dataclass(frozen=True)
+class Line:
+    """A data plane's ends of the two sockets of `Channel`, shared memory for the values that it sends, and shared
+    memory for the pages that it receives. ``pool``: the memory files of the pool whose pages are fetched, with their
+    sizes in bytes."""
+
+    commands: socket.socket
+    staged: socket.socket
+    values: Arena
+    pages: Arena
+    pool: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def files(self) -> dict[int, str]:
+        """The numbers of its open files, each with the argument from which `of` makes it again in another process."""
+        memories = *((each.fd, each.num_bytes) for each in (self.values, self.pages)), *self.pool
+        sockets = ((each.fileno(), 0) for each in (self.commands, self.staged))
+        return {fd: f"{fd}:{num_bytes}" for fd, num_bytes in (*sockets, *memories)}
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Line:
+        files = ((int(fd), int(num_bytes)) for fd, _, num_bytes in (each.partition(":") for each in arguments))
+        (commands, _), (staged, _), values, pages, *pool = files
+        sockets = socket.socket(fileno=commands), socket.socket(fileno=staged)
+        return cls(*sockets, Arena(*values), Arena(*pages), tuple(pool))
+
+
+NO_VALUES = CellValues(*(torch.empty((0, 0, 0, 0)) for _ in TENSORS))
+CODE_ALIGNMENT = 16  # of a cell's integers, in bytes: GPUs read them from there
+
+# A cell of a staged prompt. Its integers, ``(coefficients, num_tokens)``, are at ``start`` of the arena, and what
+# `pack` returns at ``packed`` of the tables. The pages of its span are ``num_pages`` entries of the page tables, from
+# ``table`` on. Layers count from the rank's first one, heads from its first one, and tokens in the sequence.
+CELL = np.dtype(
+    [
+        *((name, "<i8") for name in ("first_layer", "num_layers", "first_head", "num_heads")),
+        *((name, "<i8") for name in ("model_layer", "model_head")),  # the same firsts, counted in the model
+        *((name, "<i8") for name in ("first_token", "num_tokens", "table", "num_pages", "num_exact")),
+        *((name, "<i8") for name in ("start", "size", "packed", "coefficients")),
+        ("is_coded", "<i8"),  # or 0: these are the integers themselves, which need no checksum
+        ("digest", "u1", (16,)),  # of the integers
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCode:
+    """The engine's view of a prompt that it restores. ``cells``: of `CELL`, ordered by layers, with their integers in
+    the same order. ``page_tables``: int32, which page of the prompt each page of a span is; -1 if it is not loaded.
+    ``packed``: uint8, what the cells have beside their integers."""
+
+    cells: np.ndarray
+    page_tables: np.ndarray
+    packed: torch.Tensor
+
+    @classmethod
+    def of(cls, tables: torch.Tensor, num_cells: int) -> StagedCode:
+        """``tables``: what `CodedRegion.tables` returns, uint8."""
+        cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=num_cells)
+        num_pages = int((cells["table"] + cells["num_pages"]).max())
+        page_tables = np.frombuffer(tables.numpy().data, dtype=np.int32, count=num_pages, offset=cells.nbytes)
+        return cls(cells, page_tables, tables[cells.nbytes + page_tables.nbytes :])
+
+    def of_pages(self, pages: range) -> StagedCode:
+        """Return the cells that have some of ``pages``, with page tables that count from the first of these pages."""
+        is_loaded = (self.page_tables >= pages.start) & (self.page_tables < pages.stop)
+        tables = np.where(is_loaded, self.page_tables - np.int32(pages.start), np.int32(-1))
+        num_loaded = np.concatenate([[0], np.cumsum(is_loaded)])  # before each entry
+        first = self.cells["table"]
+        has_some = num_loaded[first + self.cells["num_pages"]] > num_loaded[first]
+        return StagedCode(self.cells[has_some], tables, self.packed)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedValues:
+    """The engine's view of what `messages.Staged` says. ``values``: as `region_views` returns them, of which the first
+    ``num_pages`` pages are restored and verified. ``memory``: all shared memory, uint8. ``code``: the cells of these
+    pages, if they are still coded; then there are no values. ``sides``: the side pages that these pages need at their
+    end, uint8 ``(bytes,)``. It stays readable when the data plane has ended."""
+
+    num_pages: int
+    num_found: int
+    memory: torch.Tensor
+    values: CellValues = NO_VALUES
+    code: StagedCode | None = None
+    reason: str = ""
+    sides: Mapping[SideKey, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, staged: m.Staged, arena: Arena, geometry: KVGeometry, side_bytes: Mapping[str, int] | None = None
+    ) -> StagedValues:
+        """``side_bytes``: of a page in each side pool."""
+        values, code = NO_VALUES, None
+        if staged.code is not None:
+            tables = arena.view(staged.code.offset, torch.uint8, (staged.code.num_bytes,))
+            code = StagedCode.of(tables, staged.code.num_cells)
+        elif staged.num_pages:
+            values = region_views(arena, staged.offset, geometry, staged.num_found)
+        sides = side_views(staged, arena, side_bytes or {})
+        return cls(staged.num_pages, staged.num_found, arena.whole, values, code, staged.reason, sides)
+
+    def of_pages(self, pages: range, page_size: int) -> StagedValues:
+        """Return ``pages`` of these alone, counted from the first of them. No table of the result names another page,
+        so whoever loads it cannot write behind the slots of these."""
+        assert 0 <= pages.start <= pages.stop <= self.num_pages, (pages, self.num_pages)
+        tokens = slice(pages.start * page_size, pages.stop * page_size)
+        values = CellValues(*(x[:, tokens] for x in self.values))
+        if len(pages) == self.num_pages:  # of code and side pages, there are no others
+            return replace(self, values=values)
+        code = None if self.code is None else self.code.of_pages(pages)
+        sides = {(pool, page - pages.start): x for (pool, page), x in self.sides.items() if page in pages}
+        return replace(self, num_pages=len(pages), values=values, code=code, sides=sides)
+
+    @property
+    def end(self) -> str:
+        """The outcome, one of `metrics.ENDS`."""
+        if self.num_pages:
+            return "landed" if self.num_pages == self.num_found else "partly"
+        if self.reason == Reason.SOONER:
+            return "recomputed"
+        return "failed" if self.num_found else "missed"
+
+
+def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int) -> CellValues:
+    """Return K and V of a region: ``(layers, num_pages * page_size, heads, dim)`` each. A layer's values lie together,
+    since the engine takes them layer by layer."""
+    common = geometry.num_layers, num_pages * geometry.page_size, geometry.num_heads
+    return CellValues(*arena.views(offset, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS)))
+
+
+def side_views(
+    staged: m.Staged | m.Fetched, arena: Arena, side_bytes: Mapping[str, int]
+) -> dict[SideKey, torch.Tensor]:
+    """Return the side pages that were staged, uint8 ``(bytes,)``. ``side_bytes``: of a page in each side pool."""
+    if staged.sides is None:
+        return {}
+    sizes = ((side_bytes[pool],) for pool, _ in staged.sides.keys)
+    return dict(zip(staged.sides.keys, arena.views(staged.sides.offset, torch.uint8, sizes), strict=True))

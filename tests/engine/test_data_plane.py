@@ -27,19 +27,14 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.engine import data_plane as plane_module, process as run_module
+from sgl_kvfetch.engine.data_plane import DataPlane
+from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Quantising, Run, Running
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.plane import (
-    engine_end as plane_module,
-    process as run_module,
-    protocol as channel_module,
-    protocol as m,
-)
-from sgl_kvfetch.plane.arena import SharedPool
 from sgl_kvfetch.plane.calibration.own import calibration_folder
-from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.process import DataPlaneProcess, EndedError, Line, Quantising, Run, Running
-from sgl_kvfetch.plane.protocol import Found, Staged, Start
-from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.protocol import messages as channel_module, messages as m
+from sgl_kvfetch.protocol.arena import Line, SharedPool, StagedValues
+from sgl_kvfetch.protocol.messages import Found, Staged, Start
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.reasons import assert_counted
@@ -88,8 +83,17 @@ def open_plane(url: str, launcher: Launcher, *, staging_bytes: int = 0, **config
     return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
 
 
+def read_ahead(hashes: Sequence[bytes]) -> m.Stage:
+    return m.Stage(0, b"".join(hashes), is_read_ahead=True)
+
+
+def all_of(hashes: Sequence[bytes], timeout_s: float = WAIT_S) -> m.FetchPages:
+    """Return what restores pages to the first ones of the pool."""
+    return m.FetchPages(0, b"".join(hashes), tuple(range(len(hashes))), time.monotonic() + timeout_s)
+
+
 def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
-    return plane.look_up(hashes).result(WAIT_S)
+    return plane.look_up(read_ahead(hashes)).result(WAIT_S)
 
 
 def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.Tensor]:
@@ -119,7 +123,7 @@ def fetch_found(plane: DataPlane, hashes: Sequence[bytes]) -> int:
     """Fetch pages to the first pages of the pool. Return how many were restored."""
     for view in POOL.views:
         view.fill_(float("nan"))
-    return plane.fetch(hashes, range(len(hashes)), time.monotonic() + WAIT_S).over.result(WAIT_S).num_pages
+    return plane.fetch(all_of(hashes)).over.result(WAIT_S).num_pages
 
 
 def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
@@ -153,7 +157,7 @@ def test_nothing_is_written_after_a_fetch_was_ended(plane: DataPlane, launcher: 
     hashes = page_hashes(NUM_PAGES)
     values = store(plane, hashes)
     for _ in range(20):
-        fetch_ended = plane.fetch(hashes, range(NUM_PAGES), time.monotonic() + WAIT_S)
+        fetch_ended = plane.fetch(all_of(hashes))
         fetch_ended.end()
         assert fetch_ended.over.done()
         for view in POOL.views:
@@ -172,7 +176,7 @@ def test_a_data_plane_that_does_not_end_a_fetch_is_ended(
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     launcher.signal(signal.SIGSTOP)
-    stopped = plane.fetch(hashes, range(NUM_PAGES), time.monotonic() + WAIT_S)
+    stopped = plane.fetch(all_of(hashes))
     stopped.end()
     assert stopped.over.result(0).num_pages == 0
     assert launcher.started[0].join(0)
@@ -316,7 +320,7 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
     store(plane, hashes)
     before = own_metric("sgl_kvfetch_data_plane_restarts_total")
     launcher.signal(signal.SIGSTOP)  # so that the fetch is under way when the data plane ends
-    over = plane.fetch(hashes, range(NUM_PAGES), time.monotonic() + WAIT_S).over
+    over = plane.fetch(all_of(hashes)).over
     launcher.signal(number)
     assert over.result(WAIT_S).num_pages == 0
     wait_until(lambda: len(launcher.started) >= 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
@@ -364,7 +368,7 @@ class _Peer:
 
     def kill(self) -> None:
         self.line.commands.close()
-        self.line.events.close()
+        self.line.staged.close()
 
     def join(self, timeout_s: float) -> bool:
         return True
@@ -373,34 +377,28 @@ class _Peer:
         return False
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["that of the thread that receives", "that of the other one"])
-def test_of_threads_that_wait_each_gets_its_answer(first: int) -> None:
-    peer = _Peer()
-    asked = [peer.run.ask(m.Stage(work, b""), Staged(work)) for work in range(3)]
-    with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(asked[0].result, WAIT_S)]
-        wait_until(lambda: peer.run._is_heard)
-        waiting.append(threads.submit(asked[1].result, WAIT_S))
-        for work in (first, 1 - first):
-            assert not waiting[work].done()
-            peer.line.commands.sendall(m.encode(Staged(work, 1)))
-            assert waiting[work].result(WAIT_S) == Staged(work, 1)
-        with pytest.raises(TimeoutError):
-            asked[2].result(0.01)
-        waiting = [threads.submit(asked[2].result, WAIT_S) for _ in range(2)]
-        wait_until(lambda: peer.run._is_heard)
-        peer.kill()
-        peer.run.end()
-        assert [each.result(WAIT_S).num_pages for each in waiting] == [0, 0]
-
-
-def test_invalid_bytes_instead_of_an_answer_end_the_data_plane() -> None:
+def test_what_was_asked_ends_with_the_data_plane() -> None:
     peer = _Peer()
     asked = peer.run.ask(m.Stage(1, b""), Staged(1))
-    peer.line.commands.sendall(m.encode(m.Pong()))
-    with pytest.raises(TimeoutError):
-        asked.result(0.01)
-    assert peer.line.commands.fileno() == -1
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(asked.result, WAIT_S)
+        peer.kill()
+        peer.run.serve(threading.Event())
+        peer.run.end()
+        assert waiting.result(WAIT_S) == Staged(1, reason=Reason.DATA_PLANE)
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_invalid_bytes_instead_of_an_answer_end_the_data_plane(in_steps: bool) -> None:
+    peer = _Peer()
+    asked = peer.run.ask(m.Stage(1, b""), Staged(1))
+    if in_steps:
+        peer.line.staged.sendall(m.encode(m.Pong()))
+        peer.run.step()
+        assert peer.line.staged.fileno() == -1
+    else:
+        peer.line.commands.sendall(b"\0\0\0\0")
+        peer.run.serve(threading.Event())
     peer.run.end()
     assert asked.result().num_pages == 0
 
@@ -410,8 +408,8 @@ def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, lau
         raise RuntimeError("a caller's error")
 
     launcher.signal(signal.SIGSTOP)
-    plane.look_up(page_hashes(1)).add_done_callback(fail)
-    found = plane.look_up(page_hashes(1))
+    plane.look_up(read_ahead(page_hashes(1))).add_done_callback(fail)
+    found = plane.look_up(read_ahead(page_hashes(1)))
     launcher.signal(signal.SIGKILL)
     found.result(WAIT_S)
     wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) >= 2)
@@ -457,22 +455,6 @@ def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launch
     assert plane.num_losses == 0
 
 
-def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
-    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "_RUNNING_TICKS", (1 << 30, 1 << 30))
-    before = metrics.DATA_PLANE_STARTS._value.get()
-    launcher.signal(signal.SIGSTOP)
-    wait_until(lambda: len(launcher.started) >= 2)
-    os.kill(launcher.started[0].process.pid, signal.SIGCONT)
-    assert look_up(plane, page_hashes(1)).num_pages == 0
-    assert metrics.DATA_PLANE_STARTS._value.get() == before
-    # The spare one is used when it is needed.
-    launcher.started[0].process.kill()
-    wait_until(lambda: metrics.DATA_PLANE_STARTS._value.get() == before + 1 and write(plane, page_hashes(1)) == 1)
-    assert (len(launcher.started), metrics.DATA_PLANE_STARTS._value.get()) == (2, before + 1)
-
-
 def test_a_silent_data_plane_that_is_busy_has_more_time(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,17 +490,6 @@ def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launc
     launcher.signal(signal.SIGSTOP)
     process.is_busy()
     wait_until(lambda: not process.is_busy())
-
-
-def test_an_unused_spare_data_plane_ends_with_the_others(
-    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "_RUNNING_TICKS", (1 << 30, 1 << 30))
-    launcher.signal(signal.SIGSTOP)
-    wait_until(lambda: len(launcher.started) >= 2)
-    os.kill(launcher.started[0].process.pid, signal.SIGCONT)
-    plane.close()
-    assert all(each.join(WAIT_S) for each in launcher.started)
 
 
 def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantiser(
@@ -669,7 +640,7 @@ def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:
 def test_the_data_plane_ends_with_its_engine() -> None:
     """The engine may end in any way; here it is killed."""
     code = (
-        "import time\nfrom tests.plane.test_plane import Launcher, open_plane\n"
+        "import time\nfrom tests.engine.test_data_plane import Launcher, open_plane\n"
         "launcher = Launcher()\nplane = open_plane('http://nowhere', launcher)\n"
         "print(launcher.started[0].process.pid, flush=True)\ntime.sleep(600)\n"
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.protocol import messages as m
 from sgl_kvfetch.status import Audits
 from tests.segments import SMALL, make_heads
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sgl_kvfetch.plane.arena import Arena, Room, tensors_in
+from sgl_kvfetch.protocol.arena import Arena, Room, tensors_in
 
 
 def test_two_maps_of_one_file_share_memory() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import GROUPS, KVFetchConfig, parse_config
+from sgl_kvfetch.plane.access import store_token
+from sgl_kvfetch.protocol.config import GROUPS, KVFetchConfig, parse_config
 from sgl_kvfetch.user_files import TOKEN_ENV
 
 STORE = {"store": "http://store:8700"}
@@ -37,11 +38,11 @@ def test_a_profile_makes_klt_the_default() -> None:
 
 def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_ENV, raising=False)
-    assert parse_config(STORE).store_token() is None
+    assert store_token(parse_config(STORE)) is None
     monkeypatch.setenv(TOKEN_ENV, "secret\n")
-    assert parse_config(STORE).store_token() == "secret"
+    assert store_token(parse_config(STORE)) == "secret"
     assert "secret" not in repr(parse_config(STORE))
-    assert parse_config(S3).store_token() is None
+    assert store_token(parse_config(S3)) is None
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import socket
 import threading
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.plane.protocol import Channel, Outbox, Pong, Stage, Staged, encode
+from sgl_kvfetch.protocol.messages import Channel, Outbox, Pong, Stage, Staged, encode
 
 
 def test_a_peer_that_takes_its_time_is_not_silent() -> None:
     """It takes commands piece by piece, and sends its answer in two pieces."""
-    (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
-    channel = Channel(ours, our_events)
+    (ours, theirs), (our_staged, their_staged) = socket.socketpair(), socket.socketpair()
+    channel = Channel(ours, our_staged)
     command = Stage(1, bytes(4 << 20))  # more than the socket takes at once
     channel.send(command)
 
@@ -19,8 +19,8 @@ def test_a_peer_that_takes_its_time_is_not_silent() -> None:
         while left:
             left -= len(theirs.recv(1 << 16))
         answer = encode(Pong())
-        their_events.sendall(answer[:1])
-        their_events.sendall(answer[1:])
+        theirs.sendall(answer[:1])
+        theirs.sendall(answer[1:])
 
     peer = threading.Thread(target=read_and_answer, daemon=True)
     peer.start()
@@ -28,26 +28,26 @@ def test_a_peer_that_takes_its_time_is_not_silent() -> None:
     peer.join(WAIT_S)
     assert channel.receive(0.01) == []
     theirs.close()
-    their_events.close()
     assert channel.receive(WAIT_S) is None
+    their_staged.close()
     channel.close()
 
 
-def test_answers_are_not_for_the_thread_that_waits_for_other_events() -> None:
-    (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
-    channel = Channel(ours, our_events)
-    assert channel.receive_answers(0) == []
-    theirs.sendall(encode(Staged(1)) + encode(Staged(2))[:3])
+def test_what_the_scheduler_looks_for_is_not_for_the_thread_that_waits() -> None:
+    (ours, theirs), (our_staged, their_staged) = socket.socketpair(), socket.socketpair()
+    channel = Channel(ours, our_staged)
+    assert channel.receive_staged() == []
+    their_staged.sendall(encode(Staged(1)) + encode(Staged(2))[:3])
     assert channel.receive(0.01) == []
-    assert channel.receive_answers(WAIT_S) == [Staged(1)]
-    assert channel.receive_answers(0) == []
-    theirs.sendall(encode(Staged(2))[3:])
-    assert channel.receive_answers(WAIT_S) == [Staged(2)]
+    assert channel.receive_staged() == [Staged(1)]
+    assert channel.receive_staged() == []
+    their_staged.sendall(encode(Staged(2))[3:])
+    assert channel.receive_staged() == [Staged(2)]
+    their_staged.close()
+    assert channel.receive_staged() == []
     theirs.close()
-    assert channel.receive_answers(WAIT_S) is None
-    their_events.close()
     channel.close()
-    assert channel.receive_answers(0) is None
+    assert channel.receive_staged() == []
 
 
 def test_an_outbox_keeps_what_the_socket_does_not_take() -> None:

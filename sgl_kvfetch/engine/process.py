@@ -1,8 +1,8 @@
 """One data plane as the engine sees it, from its launch to its end, with its work under way.
 
-Several threads ask it for work. What is asked for by a thread that waits, or by the scheduler, which looks for answers
-in its steps, is received by these threads themselves (`Awaited`); of several that wait, one receives for all.
-``kvfetch-data`` receives all other events, and watches over the data plane. What must hold, whatever happens:
+Several threads ask it for work. ``kvfetch-data`` receives the answers, completes what waits for them (`Awaited`), and
+watches over the data plane. In device mode the scheduler looks for stagings in its steps, and receives these itself:
+a thread in between would have to wait for the interpreter's lock. What must hold, whatever happens:
 
 * Each piece of work is answered once: by its event, or, if the data plane ends first, as lost. So nobody waits for an
   answer that never comes. A lock guards the tables of work under way; answers are completed after it is released,
@@ -20,7 +20,6 @@ It is a process beside the engine, or, in tests, a thread of the engine's proces
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import socket
@@ -39,32 +38,17 @@ import msgspec
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import SideKey
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, UnsupportedError
+from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Arena, Room
-from sgl_kvfetch.plane.protocol import Channel
-from sgl_kvfetch.plane.staging import StagedValues, side_views
+from sgl_kvfetch.protocol import Arena, Line, Room, StagedValues, messages as m
+from sgl_kvfetch.protocol.arena import side_views
+from sgl_kvfetch.protocol.messages import Channel
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.status import Audits
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry, SideKey, TensorName
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A data plane's connection to the engine: its ends of the two sockets of `Channel`, shared memory for the values
-    that it sends, and shared memory for the pages that it receives. ``pool``: the memory files of the pool whose pages
-    are fetched, with their sizes in bytes."""
-
-    commands: socket.socket
-    events: socket.socket
-    values: Arena
-    pages: Arena
-    pool: tuple[tuple[int, int], ...] = ()
 
 
 class Running(Protocol):
@@ -87,16 +71,13 @@ class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
     def __init__(self, line: Line) -> None:
-        memories = (line.values.fd, line.values.num_bytes), (line.pages.fd, line.pages.num_bytes), *line.pool
-        fds = line.commands.fileno(), line.events.fileno(), *(fd for fd, _ in memories)
-        numbers = map(str, (*fds[:2], *itertools.chain(*memories)))
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
-        command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *numbers]
-        self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *line.files.values()]
+        self.process = subprocess.Popen(command, pass_fds=line.files, stdin=subprocess.DEVNULL)
         self._main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
         self._times = ""
         line.commands.close()
-        line.events.close()
+        line.staged.close()
 
     def kill(self) -> None:
         self.process.kill()
@@ -123,18 +104,15 @@ class DataPlaneProcess:
         return False
 
 
-A = TypeVar("A", bound=m.Answer | m.Taken)
+A = TypeVar("A", bound=m.Answer)
 
 _TICK_S = 0.25
-_FOR_EVER_S = 1e6  # the largest time that a poller takes is not much more
 # A data plane counts as hung after so many ticks in a row without an answer: the first number of them if it does
 # nothing in them, the second if it runs, or waits for a core or a disk, as on an overloaded machine. A start is one
 # long silence: it imports torch, and may wait for a compiler or a driver.
 _RUNNING_TICKS, _START_TICKS = (12, 80), (240, 960)
 _LEAVING_TICKS = 40, 80  # one that writes what is queued, and takes no commands
-_SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
 CLOSE_S = 10.0
-_REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
 
 
 class EndedError(KVFetchError):
@@ -167,7 +145,7 @@ class Quantising:
 
 
 class Awaited(Future[A]):
-    """The event that answers a command."""
+    """The event that answers a command. Wait for no `Taken`, and not on the thread ``kvfetch-data``."""
 
     def __init__(self, run: Run, lost: A, stage: str) -> None:
         """``lost``: the event, if the data plane ends first. ``stage``: what is missed then, for the metrics."""
@@ -175,11 +153,6 @@ class Awaited(Future[A]):
         self.run = run
         self._lost = lost
         self._stage = stage
-
-    def result(self, timeout: float | None = None) -> A:
-        """Wait for the event. Not for `Taken`, and not on the thread ``kvfetch-data``. Raises TimeoutError."""
-        self.run.hear_until(self, timeout)
-        return super().result(0)
 
     def unstage(self) -> None:
         """End the work soon, or free what it has staged."""
@@ -232,8 +205,8 @@ class Run:
         """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
         on their way to the store, which is the write queue, and for what is on its way to the engine. ``pool_files``:
         as in `Line`. ``on_loss`` is called when the store takes pages again after it has failed to take some."""
-        commands, events = socket.socketpair(), socket.socketpair()
-        self.channel = Channel(commands[0], events[0])
+        commands, staged = socket.socketpair(), socket.socketpair()
+        self.channel = Channel(commands[0], staged[0])
         self.values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
         self._room = Room(page_bytes)
         self._geometry = geometry
@@ -241,14 +214,12 @@ class Run:
         self._lock = threading.Lock()
         self._ended = False  # or leaves; guarded by the lock, like the work under way
         self._asked: dict[int, Awaited[Any]] = {}
-        self._hearing = threading.Condition()
-        self._is_heard = False  # one of the threads that wait receives for all; or none can, as the data plane is gone
         self.found_profile = ""
         self.audits: Audits | None = None
         self._on_loss = on_loss
         self.has_lost = False  # the store has failed to take pages, and has taken none since
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
-        self.running = launch(Line(commands[1], events[1], self.values, self._pages, pool_files))
+        self.running = launch(Line(commands[1], staged[1], self.values, self._pages, pool_files))
 
     # Commands, which fail at once after the end
 
@@ -386,19 +357,17 @@ class Run:
                     case m.AuditsTold():  # by those who served before
                         self._take_in(event)
                     case m.Refused():
-                        raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
+                        raise event.error
         raise EndedError("the data plane did not start")
 
-    def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
-        """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
+    def serve(self, closing: threading.Event) -> None:
+        """Process events until the data plane ends or hangs."""
         silence = _Silence(self.running)
         while True:
             try:
                 events = silence.broken_by(self._receive())
             except EndedError:
                 return
-            if silence.num_idle == _SUSPECT_TICKS:
-                on_suspicion()
             if silence.is_longer(*(_LEAVING_TICKS if self._ended else _RUNNING_TICKS)) and not closing.is_set():
                 logger.warning("kvfetch: the data plane does not answer")
                 return
@@ -407,36 +376,13 @@ class Run:
             self._take_in_all(events)
 
     def step(self) -> None:
+        """Complete the stagings whose answers have come, a bounded number. Never waits."""
         if self._asked:
-            self._hear(0)
-
-    def hear_until(self, answer: Awaited[Any], timeout_s: float | None) -> None:
-        """Wait until a command is answered, or for ``timeout_s``."""
-        deadline_s = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
-        while not answer.done() and (left_s := deadline_s - time.monotonic()) > 0:
-            with self._hearing:
-                if self._is_heard:
-                    self._hearing.wait_for(lambda: answer.done() or not self._is_heard, left_s)
-                    continue
-                self._is_heard = True
-            may_hear = True
             try:
-                may_hear = self._hear(left_s)
-            finally:
-                with self._hearing:
-                    self._is_heard = not may_hear
-                    self._hearing.notify_all()
-
-    def _hear(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for answers. Return False if none can come any more: `end` completes the rest."""
-        try:
-            answers = self.channel.receive_answers(timeout_s)
-        except FormatError:
-            logger.exception("kvfetch: the data plane sends invalid bytes")
-            self.running.kill()
-            return False
-        self._take_in_all(answers or ())
-        return answers is not None
+                self._take_in_all(self.channel.receive_staged())
+            except FormatError:
+                logger.exception("kvfetch: the data plane sends invalid bytes")
+                self.running.kill()
 
     def _receive(self) -> list[m.Event]:
         """Return new events. Raises EndedError if the data plane has ended."""
@@ -468,7 +414,7 @@ class Run:
                     self._on_loss()
                 self.has_lost = event.is_lost
 
-    def _answer(self, event: m.Answer | m.Taken) -> None:
+    def _answer(self, event: m.Answer) -> None:
         """Complete the work that an event answers, unless that is done: the data plane may have ended, as another
         thread has noticed."""
         with self._lock:
@@ -501,9 +447,7 @@ class Run:
             lost, self._asked = self._asked, {}
         for each in lost.values():
             each.lose()
-        with self._hearing:
-            self._hearing.notify_all()
-        self.channel.close()  # now that nobody waits for answers
+        self.channel.close()
         self.values.close()
         self._pages.close()
         if self._num_queued > 0:

@@ -25,7 +25,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
-from sgl_kvfetch.server import pages
+from sgl_kvfetch.server import web as pages
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import AnswerTimes, ServerMetrics
 from sgl_kvfetch.server.run import running_server

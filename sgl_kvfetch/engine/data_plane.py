@@ -23,13 +23,9 @@ import msgspec
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import SideKey
-from sgl_kvfetch.errors import KVFetchError, StoreError
-from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.process import (
+from sgl_kvfetch.engine.process import (
     CLOSE_S,
+    A,
     Awaited,
     Launch,
     Quantising,
@@ -37,18 +33,18 @@ from sgl_kvfetch.plane.process import (
     ReadSide,
     Run,
 )
-from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.errors import KVFetchError, StoreError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.protocol import KVFetchConfig, StagedValues, messages as m
 from sgl_kvfetch.status import Audits
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import KVGeometry, SideKey
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
-
 # A data plane that cannot start fails again at once: there is no memory, or a file that it needs is gone.
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
 _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
-
 
 # Shared memory for side pages on their way to the engine: this, or twice the size of a page with all its side pages.
 # That for pages on their way to the store is the write queue. Memory that is never used takes no space.
@@ -147,8 +143,6 @@ class DataPlane:
         self._told: dict[type, m.ShowPrompts | m.PauseCalibration] = {}
         self._closing = threading.Event()
         self._backoff_s = _LEAST_BACKOFF_S
-        # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
-        self._spare: Run | None = None
         # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them, or they
         # were stored by another quantiser.
         self.num_losses = 0
@@ -190,11 +184,10 @@ class DataPlane:
     # One that serves, always
 
     def _begin_run(self) -> Run:
-        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        """Start a data plane, and wait until it serves. Raises KVFetchError."""
         make = self._make
         start = self._start if make is None else make()
-        spare, self._spare = self._spare, None
-        run = spare or self._new_run()
+        run = self._new_run()
         try:
             run.channel.send(start)
             run.await_ready(self._closing)
@@ -214,15 +207,12 @@ class DataPlane:
         is_over = False
         while not is_over:
             began_s = time.monotonic()
-            self._run.serve(self._closing, self._launch_spare)
+            self._run.serve(self._closing)
             if self._run.end():
                 self._lose()
             if time.monotonic() - began_s > _STEADY_S:
                 self._backoff_s = _LEAST_BACKOFF_S
             is_over = not self._follow()
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.end()
 
     def _follow(self) -> bool:
         """Start the data plane that follows one that has ended. Return False at the close."""
@@ -248,15 +238,6 @@ class DataPlane:
             following.end()
         return False
 
-    def _launch_spare(self) -> None:
-        """Launch a spare data plane, because the present one does not answer. It may hang, or only be slow: if it
-        answers after all, the spare one is kept for another time."""
-        if self._spare is None and not self._closing.is_set():
-            try:
-                self._spare = self._new_run()
-            except OSError as e:
-                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
-
     def _lose(self) -> None:
         self.num_losses += 1
 
@@ -272,44 +253,18 @@ class DataPlane:
 
     # Reading
 
-    def look_up(
-        self,
-        hashes: Sequence[bytes],
-        *,
-        trailing: Mapping[str, int] | None = None,
-        saved_s: Sequence[tuple[int, float]] = (),
-        is_idle: bool = False,
-    ) -> Awaited[m.Found]:
-        """Find the longest stored run of these pages, and read it ahead unless computing it is sooner, as host mode
-        does. Arguments as in `protocol.Stage`."""
-        work = next(self._numbers)
-        command = m.Stage(
-            work,
-            b"".join(hashes),
-            tuple(saved_s),
-            is_idle=is_idle,
-            is_read_ahead=True,
-            trailing=dict(trailing or {}),
-        )
-        return self._run.ask(command, m.Found(work))
+    def look_up(self, command: m.Stage) -> Awaited[m.Found]:
+        """Find the longest stored run of some pages, and read it ahead, as host mode does. ``command``: without a
+        number, which it gets here."""
+        return self._ask(command, m.Found(0))
 
-    def fetch(
-        self,
-        hashes: Sequence[bytes],
-        places: Sequence[int],
-        deadline_s: float,
-        *,
-        is_first: bool = False,
-        is_last: bool = False,
-        is_divisible: bool = True,
-        is_idle: bool = False,
-    ) -> Fetch:
-        """Begin to fetch pages to ``places`` in the pool. Other arguments as in `protocol.FetchPages`."""
-        work = next(self._numbers)
-        command = m.FetchPages(
-            work, b"".join(hashes), tuple(places), deadline_s, is_first, is_last, is_divisible, is_idle
-        )
-        return Fetch(self._run.ask(command, m.Fetched(work)))
+    def fetch(self, command: m.FetchPages) -> Fetch:
+        """Begin to fetch pages to places in the pool. ``command``: as for `look_up`."""
+        return Fetch(self._ask(command, m.Fetched(0)))
+
+    def _ask(self, command: m.Stage | m.FetchPages | m.FetchSide, lost: A) -> Awaited[A]:
+        work, numbered = next(self._numbers), msgspec.structs.replace
+        return self._run.ask(numbered(command, work=work), numbered(lost, work=work))
 
     def stage(
         self,
@@ -323,7 +278,7 @@ class DataPlane:
     ) -> int:
         """Restore the longest stored run of these pages into shared memory. ``on_staged`` is called once, on the thread
         that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
-        arguments as in `protocol.Stage`."""
+        arguments as in `messages.Stage`."""
         work, run = next(self._numbers), self._run
         sides = dict(trailing or {})
         command = m.Stage(
@@ -335,19 +290,19 @@ class DataPlane:
 
     def unstage(self, work: int, *, is_sound: bool = True, takes_code: bool = True) -> None:
         """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. Other arguments as
-        in `protocol.Unstage`."""
+        in `messages.Unstage`."""
         if not takes_code:  # nor of a data plane that follows this one
             self._start = msgspec.structs.replace(self._start, takes_code=False)
         self._run.channel.send(m.Unstage(work, is_sound, takes_code))
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float) -> SideFetch:
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
-        num_pages, run = max(1, self._side_part_bytes // self._sides[pool]), self._run
+        num_pages = max(1, self._side_part_bytes // self._sides[pool])
 
         def ask(first: int) -> Awaited[m.Fetched]:
-            work = next(self._numbers)
-            command = m.FetchSide(work, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
-            return run.ask(command, m.Fetched(work))
+            return self._ask(
+                m.FetchSide(0, pool, b"".join(hashes[first : first + num_pages]), deadline_s), m.Fetched(0)
+            )
 
         return SideFetch(ask, range(0, len(hashes), num_pages))
 
@@ -463,7 +418,7 @@ class DataPlane:
         return self._run.found_profile
 
     def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
-        """Let the data plane calibrate on these prompts: see `protocol.ShowPrompts`."""
+        """Let the data plane calibrate on these prompts: see `messages.ShowPrompts`."""
         self.tell(m.ShowPrompts(tuple(map(tuple, windows))))
 
     def pause_calibration(self, *, is_paused: bool) -> None:

@@ -1,0 +1,1 @@
+from .data_plane import DataPlane as DataPlane

@@ -1,0 +1,14 @@
+from .arena import (
+    CODE_ALIGNMENT as CODE_ALIGNMENT,
+    Arena as Arena,
+    Emit as Emit,
+    Line as Line,
+    Room as Room,
+    SharedPool as SharedPool,
+    StagedValues as StagedValues,
+    StridedPages as StridedPages,
+    consecutive_runs as consecutive_runs,
+)
+from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
+from .messages import Start as Start, TakenProfile as TakenProfile, Watch as Watch
+from .quantiser import config_quantiser as config_quantiser, require_profile_file as require_profile_file
