@@ -1,6 +1,6 @@
 """Opens the houses' doors: each name that a stub exports is imported at its first use.
 
-`docs/decisions/0026-houses.md` says why. `lazy_loader` reads the stub, and what it lacks is an error that says what
+CONTRIBUTING.md says why. `lazy_loader` reads the stub, and what it lacks is an error that says what
 happened. A module that fails with an AttributeError, as one does whose package is too old, would have Python say
 "cannot import name 'Store' from 'sgl_kvfetch.stores'": a ``from ... import`` takes the error of a module's
 ``__getattr__`` for the news that it has no such name.
