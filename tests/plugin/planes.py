@@ -30,16 +30,27 @@ R = TypeVar("R")
 
 
 class _Client(WrappedStore):
-    """One of several users of a store, which stays open."""
+    """One of several users of a store, which stays open. Its own calls have ended when it is closed."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._calls = set[asyncio.Task[Any]]()
+
+    async def _until_done(self, call: Coroutine[Any, Any, R]) -> R:
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await task
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        return await self._store.lookup(namespace, page_hashes)
+        return await self._until_done(self._store.lookup(namespace, page_hashes))
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        return await self._store.get(name, start, length)
+        return await self._until_done(self._store.get(name, start, length))
 
     async def close(self) -> None:
-        pass
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.to_thread(lambda: None)  # meanwhile those who called go on
 
 
 @contextlib.contextmanager
