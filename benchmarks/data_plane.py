@@ -60,7 +60,7 @@ from sgl_kvfetch.protocol.arena import Line, SharedPool, StagedValues
 from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage, Start
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.keyed import with_keys
-from sgl_kvfetch.stores.open import open_hedged
+from sgl_kvfetch.stores.open import open_remote
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.wire import Route
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -241,7 +241,7 @@ async def _reads(
     url: str, heads: HeadSlice, hashes: Sequence[bytes], quantiser: Quantiser
 ) -> list[tuple[str, int, int]]:
     """Return the objects and ranges that a fetch reads."""
-    store = open_hedged(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
+    store = open_remote(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
     try:
         units = await find_units(store, heads, hashes, quantiser, WHOLE_SPANS)
     finally:
@@ -414,7 +414,7 @@ async def _read_alone(
     """Return the seconds that reading the same bytes takes, and the number of bytes."""
     tls = None if ca_file is None else TlsFiles(ca=str(ca_file))
     options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=connections, tls=tls)
-    store = with_keys(open_hedged(url, options=options), keys)
+    store = with_keys(open_remote(url, options=options), keys)
     quantiser = make_quantiser(QUANTISER)
     try:
         found = [await find_units(store, heads, hashes, quantiser, READ_SIZE) for hashes in prefixes]

@@ -44,7 +44,7 @@ from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_un
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.open import open_hedged
+from sgl_kvfetch.stores.open import open_remote
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
@@ -164,7 +164,7 @@ class Bench:
 
     async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:
         options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=CONNECTIONS)
-        store = open_hedged(url, options=options)
+        store = open_remote(url, options=options)
         try:
             begin_s = time.perf_counter()
             await work(store)

@@ -3,8 +3,8 @@
 Work passes through few primitives, and these are watched: jobs for a thread pool, calls into an event loop of another
 thread, messages between the engine and its data plane, reports to the board, and futures that a thread waits for. The
 data plane must run on a thread of this process, so that both ends are seen, and its store in another process, because
-the threads of a store in a directory would be counted, too. The main thread is SGLang's. Reads are not hedged: where a
-machine is slow, some are asked for twice.
+the threads of a store in a directory would be counted, too. The main thread is SGLang's. Reads may be silent: where
+a machine is slow, some would be asked for twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from harness.waiting import wait_until
 from sgl_kvfetch.plane import store
 from sgl_kvfetch.plugin.device.parking import Board
 from sgl_kvfetch.protocol import messages
-from sgl_kvfetch.stores.open import open_hedged
 
 _NAMES = {"kvfetch": "event loop", "MainThread": "SGLang"}
 _LIVENESS = (messages.Ping, messages.Pong)
@@ -108,7 +107,7 @@ def hand_overs() -> Iterator[list[HandOver]]:
             (Future, "result", result),
         ):
             stack.enter_context(mock.patch.object(owner, name, _around(getattr(owner, name), watched)))
-        stack.enter_context(mock.patch.object(store, "open_hedged", partial(open_hedged, max_hedges=0)))
+        stack.enter_context(mock.patch.object(store, "SILENCE_S", None))
         yield seen
 
 

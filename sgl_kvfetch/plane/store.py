@@ -28,8 +28,7 @@ from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import Writer
 from sgl_kvfetch.protocol import KVFetchConfig
 from sgl_kvfetch.protocol.quantiser import cell_heads, power_of_two_pages, span_pages
-from sgl_kvfetch.stores import HttpOptions, Store, with_keys
-from sgl_kvfetch.stores.open import open_hedged
+from sgl_kvfetch.stores import HttpOptions, Store, open_remote, with_keys
 
 if TYPE_CHECKING:
     from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
@@ -38,26 +37,28 @@ logger = logging.getLogger(__name__)
 
 
 _INFLIGHT_BYTES = 256 << 20  # compressed bytes that may wait to be decoded
+SILENCE_S = 0.3  # how long nothing of a lookup or a read may come before it is asked for again
 
 
 def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], None] = lambda num_bytes: None) -> Store:
     """Open the store that the config names, and count its retries and the index's failures. Raises ConfigError.
-    ``on_received``: as for `HedgedStore`."""
-    store = open_hedged(
+    ``on_received``: as in `HttpOptions`."""
+    store = open_remote(
         config.store,
         token=store_token(config),
         options=HttpOptions(
             timeout_s=config.fetch_timeout_s,
             connect_timeout_s=min(CONNECT_S, config.lookup_timeout_s),
             max_connections=config.max_connections,
+            silence_s=SILENCE_S,
             on_retry=lambda error: metrics.RETRIES.inc(),
+            on_received=on_received,
             tls=replace(tls_files(config), on_ends=metrics.note_certificates),
         ),
         s3=replace(
             s3_options(config),
             on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
         ),
-        on_received=on_received,
     )
     return with_keys(store, fresh_keys(config))
 

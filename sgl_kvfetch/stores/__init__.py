@@ -1,7 +1,7 @@
 """Clients of a store: HTTP, S3 with or without an index in Redis, and what all stores share.
 
 A store holds named byte objects, and finds the segments of a prompt (`Store`). A client translates every failure into
-`StoreError`; a missing object is None. ``hedged`` asks again for reads that stall, ``keyed`` checks keys.
+`StoreError`; a missing object is None. ``keyed`` checks keys.
 
 It knows manifests, and no tensor. It never decides what to fetch, keeps no KV cache, and
 never blocks its event loop.

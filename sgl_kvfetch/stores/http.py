@@ -42,7 +42,15 @@ from sgl_kvfetch.stores.base import (
     require_namespace,
 )
 from sgl_kvfetch.stores.notes import NoteKind
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, TlsFiles, Token, environment_proxy, listing_of
+from sgl_kvfetch.stores.remote import (
+    HttpOptions,
+    RemoteStore,
+    StallWatch,
+    TlsFiles,
+    Token,
+    environment_proxy,
+    listing_of,
+)
 from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers, require_range
 from sgl_kvfetch.tls import FreshContext, refusal, tls_error
 from sgl_kvfetch.user_files import FreshFiles
@@ -165,12 +173,13 @@ def _explanation(body: bytes) -> str:
     return f" ({printable(said.error[:100])}: {printable(said.message[:500])})"
 
 
-async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Read the whole body. Raises ``too_large`` beyond ``most`` bytes, ``truncated`` if Content-Length is different."""
+async def read_whole(response: aiohttp.ClientResponse, most: int, heard: Callable[[], None] = lambda: None) -> bytes:
+    """Read the whole body. ``heard``: called for each piece. Raises ``too_large`` beyond ``most`` bytes, ``truncated``
+    if Content-Length is different."""
     announced = response.content_length
     if announced is not None and announced > most:
         raise StoreError("too_large", f"{response.url}: the body has {announced} bytes, the limit is {most}")
-    body = await _read_up_to(response, most + 1)
+    body = await _read_up_to(response, most + 1, heard)
     if len(body) > most:
         raise StoreError("too_large", f"{response.url}: the body exceeds the limit of {most} bytes")
     _require_length(response, len(body), announced)
@@ -193,13 +202,14 @@ async def take_range(
         left -= len(piece)
 
 
-async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
+async def _read_up_to(response: aiohttp.ClientResponse, most: int, heard: Callable[[], None] = lambda: None) -> bytes:
     body = io.BytesIO()  # its bytes are taken without a copy; to join pieces takes their size twice
     while most > 0:
         piece = await response.content.read(most)  # the bytes that have arrived; empty only at the end
         if not piece:
             break
         most -= body.write(piece)
+        heard()
     return body.getvalue()
 
 
@@ -249,6 +259,7 @@ _MOST_SENT = 2
 _SEND_PIECE_BYTES = 1 << 20
 _MAX_IDLE_TURNS = 16  # of a deletion by prefix, in a row
 _MAX_REPLACES = 4
+_ENDLESS = StallWatch(None, lambda error: None)
 
 
 class HttpStore(RemoteStore):
@@ -296,14 +307,14 @@ class HttpStore(RemoteStore):
     async def _get(self, what: str, url: str, most: int) -> bytes | None:
         """Read all of what has up to ``most`` bytes."""
 
-        async def attempt() -> bytes | None:
+        async def ask(heard: Callable[[], None]) -> bytes | None:
             async with self._request("GET", url) as response:
                 if response.status == 404:
                     return None
                 await require_status(response, 200)
-                return await read_whole(response, most)
+                return await read_whole(response, most, heard)
 
-        return await self._retried(what, attempt)
+        return await self._retried(what, lambda: self._lookups.answer(what, ask))
 
     async def read(
         self,
@@ -312,7 +323,7 @@ class HttpStore(RemoteStore):
         into: Sequence[memoryview],
         received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
-        """Read a range. A retry continues where the broken attempt ended."""
+        """Read a range. A retry continues where the attempt before it ended."""
         self._size_limit(name, length := sum(map(len, into)))
         if not length:
             return await self._get_nothing(name, start) is not None
@@ -330,17 +341,23 @@ class HttpStore(RemoteStore):
         """Fill ``into`` with the bytes of ``url`` from byte ``start`` on. Return False if there is nothing there."""
         position = start
 
-        def took(num_bytes: int) -> None:
-            nonlocal position
-            position += num_bytes
-            received(num_bytes)
+        async def ask(heard: Callable[[], None]) -> bool:
+            """Ask for what has not come yet."""
 
-        def take(piece: bytes) -> None:
-            fill_pieces(left_of(into, position - start), piece)
-            took(len(piece))
+            def took(num_bytes: int) -> None:
+                nonlocal position
+                position += num_bytes
+                heard()
+                self.options.on_received(num_bytes)
+                received(num_bytes)
 
-        async def attempt() -> bool:
+            def take(piece: bytes) -> None:
+                fill_pieces(left_of(into, position - start), piece)
+                took(len(piece))
+
             left = left_of(into, position - start)
+            if not left:  # it was given up at the very end
+                return True
             transfers = self._transfers()
             if transfers is not None:
                 answer = await transfers.receive(url, position, left, took)
@@ -352,6 +369,10 @@ class HttpStore(RemoteStore):
                     return False
                 await take_range(response, position, start + length - position, take)
                 return True
+
+        async def attempt() -> bool:
+            async with self._free_reads:
+                return await self._reads.answer(what, ask)
 
         return await self._retried(what, attempt, length)
 
@@ -482,7 +503,7 @@ class HttpStore(RemoteStore):
         headers = {"Content-Type": wire.MSGPACK_TYPE}
         what, url = f"looking up {len(page_hashes)} pages in {namespace}", self.url + wire.Route.LOOKUP
         most = wire.MAX_LOOKUP_ANSWER_BYTES
-        _, body = await self._ask(what, "POST", url, most=most, headers=headers, body=request)
+        _, body = await self._ask(what, "POST", url, most=most, headers=headers, body=request, watch=self._lookups)
         return decode_hits(what, body, len(page_hashes))
 
     async def folders(self, digest: str = "") -> frozenset[str]:
@@ -542,7 +563,8 @@ class HttpStore(RemoteStore):
         self._require_open()
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self.options.max_connections, ssl=self._tls),
+                # Half of them for reads, which are among these behind a proxy.
+                connector=aiohttp.TCPConnector(limit=2 * self.options.max_connections, ssl=self._tls),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout_s),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -573,19 +595,21 @@ class HttpStore(RemoteStore):
         params: Mapping[str, str] | None = None,
         body: bytes | None = None,
         num_bytes: int = 0,
+        watch: StallWatch = _ENDLESS,
     ) -> tuple[int, bytes]:
         """Send a request. Return the answer's status, one of ``expected`` (by default 200), and its body.
 
         The body is read only if the status is 200, and up to ``most`` bytes.
         """
 
-        async def attempt() -> tuple[int, bytes]:
+        async def ask(heard: Callable[[], None]) -> tuple[int, bytes]:
             views = None if body is None else [memoryview(body)]
             async with self._request(method, url, headers=headers, params=params, body=views) as response:
                 await require_status(response, *(expected or (200,)))
-                return response.status, await read_whole(response, most) if most and response.status == 200 else b""
+                is_read = most and response.status == 200
+                return response.status, await read_whole(response, most, heard) if is_read else b""
 
-        return await self._retried(what, attempt, num_bytes)
+        return await self._retried(what, lambda: watch.answer(what, ask), num_bytes)
 
     async def _follow_files(self) -> None:
         """Let what is asked from now on have the certificates and the token that the files hold."""
@@ -613,7 +637,7 @@ class HttpStore(RemoteStore):
 
         def note_retry(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
-            if options.on_retry is not None and isinstance(error, StoreError):
+            if isinstance(error, StoreError):
                 options.on_retry(error)
 
         async def translated() -> T:

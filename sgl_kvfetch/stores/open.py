@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores.base import AdminStore, Store
-from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore
+from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, Token
 from sgl_kvfetch.user_files import STORE_URLS
 
 _SCHEMES = {*STORE_URLS, "file"}  # `directory.open_store` opens the last one
-# Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
-_SPARE_CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +60,6 @@ def open_remote(
         case "s3":
             return _open_s3(url, options, s3)
     raise ConfigError(f"{url!r} is a directory of this machine; expected a store that others share")
-
-
-def open_hedged(
-    url: str,
-    *,
-    token: Token | None = None,
-    options: HttpOptions,
-    s3: S3Options | None = None,
-    max_hedges: int = MAX_HEDGES,
-    on_received: Callable[[int], None] = lambda num_bytes: None,
-) -> Store:
-    """Create a client with hedged reads (`HedgedStore`) of the store at ``url``.
-
-    ``options.max_connections`` limits concurrent reads. The rest is as in `open_remote`. Raises ConfigError.
-    """
-    more = replace(options, max_connections=options.max_connections + _SPARE_CONNECTIONS)
-    store = open_remote(url, token=token, options=more, s3=s3)
-    return HedgedStore(store, options.max_connections, max_hedges, on_received=on_received)
 
 
 def takes_token(url: str) -> bool:

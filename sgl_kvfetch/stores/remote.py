@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
@@ -73,6 +73,8 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
+T = TypeVar("T")
+
 Token: TypeAlias = "str | FreshFiles[str]"
 """A store's bearer token, or its file, which may be replaced at any time."""
 
@@ -114,16 +116,21 @@ class HttpOptions:
     # A put, or a get of a given length, may take longer by the time that its bytes need at this speed.
     min_bytes_per_s: float = 8e6
     connect_timeout_s: float = 5.0  # for one attempt
-    max_connections: int = 32
+    max_connections: int = 32  # for reads, and as many for everything else
     max_attempts: int = 4
     backoff_s: float = 0.1  # upper bound before the first retry; doubles each time; the wait is random below it
     max_object_bytes: int = 1 << 30  # the largest body that is read into memory
-    on_retry: Callable[[StoreError], None] | None = None  # called before each retry, on the event loop
+    silence_s: float | None = None  # see `StallWatch`
+    on_retry: Callable[[StoreError], None] = lambda error: None  # called before each retry, on the event loop
+    # Gets the size of each piece of a ranged read, as it comes, on the event loop.
+    on_received: Callable[[int], None] = lambda num_bytes: None
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "timeout_s", "min_bytes_per_s", "connect_timeout_s")
         require_positive(self, "max_connections", "max_attempts", "max_object_bytes")
+        if self.silence_s is not None:
+            require_positive(self, "silence_s")
         if self.backoff_s < 0:
             raise ConfigError(f"backoff_s is {self.backoff_s}; expected 0 or more")
 
@@ -141,6 +148,8 @@ class RemoteStore(AdminStore):
         self.options = options or HttpOptions()
         self._closed = False
         self._limits: set[asyncio.Timeout] = set()  # of the calls under way
+        self._free_reads = asyncio.Semaphore(self.options.max_connections)
+        self._reads, self._lookups = (StallWatch(self.options.silence_s, self.options.on_retry) for _ in range(2))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -197,6 +206,68 @@ class RemoteStore(AdminStore):
         for limit in self._limits:
             if not limit.expired():
                 limit.reschedule(0)
+
+
+class StallWatch:
+    """Asks again, over another connection, when an answer stalls.
+
+    One connection that hangs makes a whole prompt late, since a prefix counts only up to its first missing page. So an
+    answer of which nothing comes for a while is given up, and asked for again, from the byte on at which it stopped.
+
+    That must not make things worse: a store that is slow because it is overloaded would get each request several times.
+    So a while is at least twice as long as the answers that came were silent lately, and doubles with each further
+    request for the same answer. Connections that hang bring no answers, and so change nothing for others.
+    """
+
+    _MOST_S = 8.0
+    _KEPT = 0.98  # of the longest silence, with each answer that was silent for less
+
+    def __init__(self, silence_s: float | None, on_break: Callable[[StoreError], None]) -> None:
+        """``silence_s``: how long nothing may come, at least; None to wait for ever. ``on_break``: called before it
+        asks again."""
+        self._least_s = silence_s
+        self._usual_s = 0.0  # the longest silence of recent answers
+        self._on_break = on_break
+
+    async def answer(self, what: str, ask: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+        """Return what ``ask`` returns. It calls its argument whenever something has come. It must have a connection,
+        or get one at once: to wait for one is silence. ``what`` is for messages."""
+        if self._least_s is None:
+            return await ask(lambda: None)
+        limit_s, now = max(self._least_s, 2 * self._usual_s), asyncio.get_running_loop().time
+        while True:
+            limit_s = min(limit_s, self._MOST_S)
+            try:
+                async with asyncio.timeout(limit_s) as limit:
+                    silence = _Silence(limit, limit_s, now())
+                    answer = await ask(silence.end)
+                    silence.end()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                self._on_break(StoreError("timeout", f"{what}: nothing came for {limit_s:g} s", retriable=True))
+                limit_s *= 2
+            else:
+                self._usual_s = max(silence.longest_s, self._KEPT * self._usual_s)
+                return answer
+
+
+@dataclass(slots=True)
+class _Silence:
+    """The silence of one answer, whose ``limit`` is ``limit_s`` after it began."""
+
+    limit: asyncio.Timeout
+    limit_s: float
+    began_s: float
+    longest_s: float = 0.0
+
+    def end(self) -> None:
+        """Note that something has come. The next silence begins."""
+        if not self.limit.expired():
+            now_s = asyncio.get_running_loop().time()
+            self.longest_s = max(self.longest_s, now_s - self.began_s)
+            self.began_s = now_s
+            self.limit.reschedule(now_s + self.limit_s)
 
 
 class Breaker:

@@ -30,6 +30,7 @@ from sgl_kvfetch.keys import MANIFEST_SUFFIX, is_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores.base import (
     ObjectInfo,
+    bytes_read,
     fill_pieces,
     is_namespace,
     left_of,
@@ -92,8 +93,7 @@ class S3Store(RemoteStore):
         super().__init__(url, options)
         ca = self.options.tls.ca if self.options.tls is not None else None
         self._client = FreshFiles("CAs", () if ca is None else (ca,), partial(self._open, config or {}))
-        # Like the HTTP store's, so that reads leave connections to everything else.
-        self._free = asyncio.Semaphore(self.options.max_connections)
+        self._free = asyncio.Semaphore(self.options.max_connections)  # for all but reads, as with the HTTP store
         self._probing = asyncio.Lock()
         self._has_probed = False
         self._tag_form: TagForm | None = None  # None if the server does not support If-Match
@@ -123,15 +123,24 @@ class S3Store(RemoteStore):
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, beyond ``max_object_bytes`` or the size of a manifest."""
         assert not start or length is not None, "a range has a length"
-        most = self._size_limit(name, length or 0)
-        return await self._get_nothing(name, start) if length == 0 else await self._get(name, start, length, most)
+        if length is not None:
+            return await bytes_read(self, name, start, length)
+        return await self._get(name, None, self._size_limit(name))
 
-    async def _get(self, path: str, start: int, length: int | None, most: int) -> bytes | None:
-        async def get() -> bytes:
-            result = await self._begin_get(path, start, length, most)
-            return bytes(await result.bytes_async())
+    async def _get(self, path: str, length: int | None, most: int) -> bytes | None:
+        """Read an object, or its first ``length`` bytes."""
+        what = f"getting {path}"
 
-        return await self._call(f"getting {path}", get, length or 0)
+        async def get(heard: Callable[[], None]) -> bytes:
+            result = await self._begin_get(path, 0, length, most)
+            heard()
+            pieces = []
+            async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+                heard()
+                pieces.append(piece)
+            return b"".join(pieces)
+
+        return await self._call(what, lambda: self._lookups.answer(what, get), length or 0)
 
     async def read(
         self,
@@ -143,24 +152,30 @@ class S3Store(RemoteStore):
         """Read a range into ``into``. Return False if there is no such object. Raises StoreError."""
         length = sum(map(len, into))
         most = self._size_limit(name, length)
+        what, end = f"reading {name}", 0
 
-        async def read() -> bool:
-            result = await self._begin_get(name, start, length, most)
-            end = 0
+        async def read(heard: Callable[[], None]) -> bool:
+            nonlocal end
+            if end == length:  # it was given up at the very end
+                return True
+            result = await self._begin_get(name, start + end, length - end, most)
+            heard()
             async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
                 begin, end = end, end + len(piece)
                 if end > length:
-                    raise StoreError("protocol", f"reading {name}: more than the {length} bytes of the range arrived")
+                    raise StoreError("protocol", f"{what}: more than the {length} bytes of the range arrived")
                 fill_pieces(left_of(into, begin), piece)
+                heard()
+                self.options.on_received(len(piece))
                 received(len(piece))
             if end < length:
                 missing = f"{length - end} of {length} bytes are missing"
-                raise StoreError("truncated", f"reading {name}: {missing}", retriable=True)
+                raise StoreError("truncated", f"{what}: {missing}", retriable=True)
             return True
 
         if length == 0:
             return await self._get_nothing(name, start) is not None
-        return await self._call(f"reading {name}", read, length) is not None
+        return await self._call(what, lambda: self._reads.answer(what, read), length, self._free_reads) is not None
 
     async def _begin_get(self, name: str, start: int, length: int | None, most: int) -> GetResult:
         """Send a GET, and check the size that its answer announces: ``most`` is the limit."""
@@ -323,7 +338,7 @@ class S3Store(RemoteStore):
         return kind.require_list(what, infos)
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
-        return await self._get(f"{_NOTES}{kind.name}/{kind.require(name, length)}", 0, length, kind.max_bytes)
+        return await self._get(f"{_NOTES}{kind.name}/{kind.require(name, length)}", length, kind.max_bytes)
 
     async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
         await self._put(f"{_NOTES}{kind.name}/{kind.require(name)}", data)
@@ -335,16 +350,22 @@ class S3Store(RemoteStore):
         """End all calls. obstore closes its connections when nothing refers to it any longer."""
         self._end_calls()
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T | None:
+    async def _call(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        num_bytes: int = 0,
+        free: asyncio.Semaphore | None = None,
+    ) -> T | None:
         """Return what ``call`` returns, or None if the object is missing. Raises StoreError.
 
-        The deadline is extended for ``num_bytes`` that are to be transferred.
+        The deadline is extended for ``num_bytes`` that are to be transferred. ``free``: of connections like this.
         """
         self._require_open()
         await self._client.follow()
         with self._naming_itself():
             try:
-                async with self._deadline(what, num_bytes), self._free:
+                async with self._deadline(what, num_bytes), free or self._free:
                     return await call()
             except FileNotFoundError as e:
                 if "<Code>NoSuchBucket</Code>" in str(e):

@@ -10,10 +10,9 @@ from sgl_kvfetch.directory.local import LocalStore, open_store
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.protocol.config import parse_config
-from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.open import S3Options, open_hedged
+from sgl_kvfetch.stores.open import S3Options
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
 
@@ -55,14 +54,12 @@ def test_options_for_another_kind_of_store_are_refused() -> None:
             open_store(url, capacity_bytes=1)
     with pytest.raises(ConfigError, match="is a bucket"):
         open_store("s3://x", token="t")
-    with pytest.raises(ConfigError, match="a token is for http"):
-        open_hedged("s3://x", token="t", options=HttpOptions())
 
 
-async def test_reads_of_servers_are_hedged() -> None:
-    for url in ("http://x", "s3://x"):
+async def test_a_config_names_a_server_or_a_bucket() -> None:
+    for url, kind in (("http://x", HttpStore), ("s3://x", S3Store)):
         store = open_configured_store(parse_config({"store": url}))
-        assert isinstance(store, HedgedStore)
+        assert isinstance(store, kind)
         await store.close()
 
 

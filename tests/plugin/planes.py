@@ -24,7 +24,7 @@ from sgl_kvfetch.plane.service import Service, run_data_plane
 from sgl_kvfetch.protocol.arena import Line
 from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
-from sgl_kvfetch.stores.open import open_hedged
+from sgl_kvfetch.stores.open import open_remote
 
 R = TypeVar("R")
 
@@ -59,9 +59,9 @@ def store_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     url, store = "http://directory", LocalStore(directory)
 
     def opened(asked: str, **options: Any) -> Store:
-        return _Client(store) if asked == url else open_hedged(asked, **options)
+        return _Client(store) if asked == url else open_remote(asked, **options)
 
-    monkeypatch.setattr(plane_store, "open_hedged", opened)
+    monkeypatch.setattr(plane_store, "open_remote", opened)
     yield url
     asyncio.run(store.close())
 

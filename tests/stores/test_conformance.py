@@ -10,9 +10,8 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
-from tests.stores.conformance import AdminStoreConformance, StoreConformance
+from tests.stores.conformance import AdminStoreConformance
 
 
 class TestLocalStore(AdminStoreConformance):
@@ -56,12 +55,3 @@ class TestServedFrontStore(AdminStoreConformance):
             store = HttpStore(near.url)
             yield store
             await store.close()
-
-
-@pytest.mark.process
-class TestHedgedStore(StoreConformance):
-    @pytest.fixture
-    async def store(self, server: RunningServer) -> AsyncIterator[Store]:
-        store = HedgedStore(HttpStore(server.url), max_reads=8)
-        yield store
-        await store.close()

@@ -6,7 +6,7 @@ decoding and restoring run on a decode pool.
 
 What may happen to a unit, and what then: it is late, missing, damaged, or of a key that we lack. Then it fails, and the
 fetch ends in front of its pages: a page counts only if all pages before it are whole. A unit that may be coarser is
-read without what is damaged or gone. Nothing else is tried twice here; the store's client hedges reads.
+read without what is damaged or gone. Nothing else is tried twice here; the store's client reads on where a read stalls.
 
 What must hold:
 
