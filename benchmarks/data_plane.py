@@ -279,7 +279,7 @@ def _timed_stage(plane: DataPlane, hashes: Sequence[bytes], pid: int) -> tuple[i
         raise SystemExit(f"only {staged.num_pages} of {len(hashes)} pages were staged, or none is coded")
     plane.unstage(work)
     plane.step()
-    return len(staged.code.cells), int(staged.code.cells["size"].sum()), taken_s, cpu_s
+    return len(staged.code.cells), int(staged.code.chunks["size"].sum()), taken_s, cpu_s
 
 
 def _coded_table(coded: dict[str, Any], args: argparse.Namespace) -> Table:

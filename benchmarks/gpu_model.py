@@ -1,4 +1,4 @@
-"""Predicts what `ans_decode` and a load of coded cells take on a GPU, from constants, beside what was measured.
+"""Predicts what `ans_decode` and loads of coded cells take on a GPU, from constants, beside what was measured.
 
     python -m benchmarks.gpu_model
 
@@ -66,9 +66,10 @@ def norm(power: float, *seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """32,768 tokens. ``restore_s``: of a cell. ``checks_last``: whether `xxh3` comes after `restore_klt`.
-    ``most_groups``: how many layer groups a part may have; each part up to twice as many as the one before.
-    ``copies``: that bring a part, in one launch; from `memory_cache`, one a span."""
+    """32,768 tokens of `klt`, by default. ``restore_s``, ``check_s``: of a cell. ``checks_last``: whether `xxh3` comes
+    after the restore. ``most_groups``: how many layer groups a part may have; each part up to twice as many as the one
+    before. ``copies``: that bring a part, in one launch; from `memory_cache`, one a span. ``bitstreams``: of a cell,
+    with ``rows`` each, and ``tables_bytes`` of decoding tables."""
 
     rows: int = ROWS
     coded_bytes: float = CODED_BYTES
@@ -76,21 +77,26 @@ class Load:
     checks_last: bool = False
     most_groups: int = 1
     copies: int = 1
+    check_s: float = CHECKSUM_S
+    group_cells: int = GROUP_CELLS
+    bitstreams: int = 1
+    tables_bytes: int = 0
 
     @property
     def cell_bytes(self) -> float:
-        return self.coded_bytes / (GROUP_CELLS * LAYER_GROUPS)
+        return self.coded_bytes / (self.group_cells * LAYER_GROUPS)
 
     def parts(self, lane_mib: int) -> list[int]:
         """Return the cells of each part that goes through so much scratch memory."""
-        fit = int(lane_mib * MiB / (self.cell_bytes + self.rows * SPAN_TOKENS))
-        if fit < GROUP_CELLS:
-            num_cut = math.ceil(GROUP_CELLS / fit)
-            return [GROUP_CELLS // num_cut + (i < GROUP_CELLS % num_cut) for i in range(num_cut)] * LAYER_GROUPS
+        group, scratch = self.group_cells, self.bitstreams * (self.rows * SPAN_TOKENS + self.tables_bytes)
+        fit = int(lane_mib * MiB / (self.cell_bytes + scratch))
+        if fit < group:
+            num_cut = math.ceil(group / fit)
+            return [group // num_cut + (i < group % num_cut) for i in range(num_cut)] * LAYER_GROUPS
         found: list[int] = []
         while (left := LAYER_GROUPS - sum(found)) > 0:
-            found.append(min(left, fit // GROUP_CELLS, self.most_groups, 2 ** len(found)))
-        return [GROUP_CELLS * groups for groups in found]
+            found.append(min(left, fit // group, self.most_groups, 2 ** len(found)))
+        return [group * groups for groups in found]
 
 
 @dataclass(frozen=True)
@@ -127,18 +133,18 @@ def run(lanes: int, lane_mib: int, kernel: Kernel, load: Load) -> Times:
             continue
         begin_s = now_s + LAUNCH_S
         if order[stage] == "decode":
-            begin_s = max(begin_s, restored_s)
-            end_s = begin_s + kernel.launch_s(cells, load.rows)
+            begin_s, bitstreams = max(begin_s, restored_s), cells * load.bitstreams
+            end_s = begin_s + kernel.launch_s(bitstreams, load.rows)
             if decoded_s > begin_s:  # beside others, with which it shares the first caches
-                end_s = max(end_s, decoded_s + kernel.busy_s(cells, load.rows))
-            decoding_s += max(0.0, end_s - max(begin_s, decoded_s)) * held(cells * SPAN_TOKENS / kernel.tokens)
+                end_s = max(end_s, decoded_s + kernel.busy_s(bitstreams, load.rows))
+            decoding_s += max(0.0, end_s - max(begin_s, decoded_s)) * held(bitstreams * SPAN_TOKENS / kernel.tokens)
             decoded_s = max(decoded_s, end_s)
         elif order[stage] == "restore":  # does not share multiprocessors with `ans_decode`
             begin_s = max(begin_s, restored_s, decoded_s)
             restored_s = end_s = begin_s + cells * load.restore_s
             lost_s += cells * load.restore_s
         else:
-            check_s = max(CHECKSUM_CHAIN_S, cells * CHECKSUM_S)
+            check_s = max(CHECKSUM_CHAIN_S * load.bitstreams, cells * load.check_s)
             end_s = begin_s + check_s
             lost_s += check_s * held(cells)
         heapq.heappush(ready, (end_s, part, stage + 1))
@@ -259,6 +265,29 @@ EXPECTED_RESTORE_S, GOAL_RESTORE_S = 219e-6 / 32, 150e-6 / 32  # docs/gpu/model.
 SCRATCH = (1, 64), (2, 32), (2, 64), (2, 128), (2, 256), (3, 171), (4, 128)  # lanes and the MiB of each
 
 
+# A cell of `exact`: K and V of three layers of four heads of 128, bfloat16. Its exponents are two bitstreams.
+EXACT_ROWS, EXACT_VALUES = 3 * 4 * 128, 2 * 3 * 4 * 128 * SPAN_TOKENS
+EXACT_BITS = 10.42  # of a value, on SmolLM2-135M
+DEVICE_COPY_BYTES_S = 4225e9  # read and written
+
+
+def exact_load(tokens: int, restore_share: float) -> Load:
+    """Return a load of `exact`, whose restore takes ``restore_share`` of a device copy's bytes a second."""
+    cells = 2 * tokens // SPAN_TOKENS  # of a layer group
+    values = 2 * 32 * 8 * 128 * tokens
+    return Load(
+        EXACT_ROWS,
+        values * EXACT_BITS / 8,
+        EXACT_VALUES * 4 / (restore_share * DEVICE_COPY_BYTES_S),
+        checks_last=True,
+        most_groups=LAYER_GROUPS,
+        check_s=2 * CHECKSUM_S * EXACT_ROWS / ROWS,
+        group_cells=cells,
+        bitstreams=2,
+        tables_bytes=64 << 10,
+    )
+
+
 def predictions() -> Iterator[tuple[str, float, float]]:
     """Yield what has not been measured: its name, and the milliseconds at best and at worst."""
     best, worst = NOW["at best"], NOW["at worst"]
@@ -278,6 +307,21 @@ def predictions() -> Iterator[tuple[str, float, float]]:
         of_spread = [1e3 * run(2, 256, kernel, spread).load_s for kernel in (best, worst)]
         about = f"32 copies a part, {32e6 * restore_s:.0f} us a column"
         yield f"a load from memory_cache, 2 x 256 MiB, {about}", of_spread[0], of_spread[1]
+    for tokens in (8192, TOKENS):
+        about, loads = f"exact, {tokens:,} tokens", [exact_load(tokens, share) for share in (1.0, 0.5)]
+        kinds = list(zip((best, worst), loads, strict=True))
+        raw_ms, coded_ms = (1e3 * x / COPY_BYTES_S for x in (2 * 2 * 32 * 8 * 128 * tokens, loads[0].coded_bytes))
+        cells = loads[0].group_cells * LAYER_GROUPS
+        decode = [1e3 * kernel.launch_s(2 * cells, load.rows) for kernel, load in kinds]
+        restore = [1e3 * cells * load.restore_s for load in loads]
+        found = [run(2, 256, *each) for each in kinds]
+        yield f"{about}: copies as raw values, as SGLang's host tier has them", raw_ms, raw_ms
+        yield f"{about}: copies", coded_ms, coded_ms
+        yield f"{about}: ans_decode, all in one launch", decode[0], decode[1]
+        yield f"{about}: restore_exact", restore[0], restore[1]
+        of_load = f"a load, 2 x 256 MiB, {len(loads[0].parts(256))} parts"
+        yield f"{about}: {of_load}", 1e3 * found[0].load_s, 1e3 * found[1].load_s
+        yield f"{about}: passes lose by it", 1e3 * found[0].lost_s, 1e3 * found[1].lost_s
 
 
 def _ms(kernel: Kernel, cells: int) -> float:

@@ -32,6 +32,7 @@ from sgl_kvfetch.triton_kernels.runtime import (
     require_buffers,
     require_scalable,
     require_tensor,
+    slots_of,
     stored_values,
     tl,
     triton,
@@ -425,16 +426,6 @@ if triton is not None:
 
 
 @jit
-def _slots_of(p_row, p_slots, num_slots, o_token, m_token, page_size, F: tl.constexpr):
-    """Return the slots of a cell's tokens; -1 for those that are left out, or behind the last slot: memory there is
-    another request's."""
-    p_pages = tl.load(p_row + F.pages).to(tl.pointer_type(tl.int32))
-    b_page = tl.load(p_pages + o_token // page_size, mask=m_token, other=-1).to(tl.int64)
-    b_which = b_page * page_size + o_token % page_size
-    return tl.load(p_slots + b_which, mask=(b_page >= 0) & (b_which < num_slots), other=-1)
-
-
-@jit
 def _channels_of(o_pair, DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
     """Return the two channels of each pair. Channels without rotation are paired too; an odd one has no second."""
     NUM_PAIRS: tl.constexpr = (DIM + 1) // 2
@@ -611,7 +602,7 @@ def _restore_tile(
         b_first = b_turned
     b_first = stored_values(_bounded(b_first, LARGEST), p_output.dtype.element_ty, MANTISSA)
     b_second = stored_values(_bounded(b_second, LARGEST), p_output.dtype.element_ty, MANTISSA)
-    b_slot = _slots_of(p_row, p_slots, num_slots, o_token, m_token, page_size, F)
+    b_slot = slots_of(p_row, p_slots, num_slots, o_token, m_token, page_size, F)
     p_rows, m_token = p_output + (b_slot * H.slot)[:, None], (b_slot >= 0)[:, None]
     if INTERLEAVED:
         b_both = tl.join(b_first, b_second).reshape(TOKENS, 2 * PAIRS)
@@ -656,7 +647,7 @@ def exact_tokens_kernel(
         return
     p_data = tl.load(p_row + F.data)
     i_token = tl.load(p_data.to(tl.pointer_type(tl.int32)) + i_exact)
-    i_slot = _slots_of(p_row, p_slots, num_slots, i_token, i_token >= 0, page_size, F)
+    i_slot = slots_of(p_row, p_slots, num_slots, i_token, i_token >= 0, page_size, F)
     if i_slot < 0:
         return
     num_layers, num_channels = tl.load(p_row + F.layers), tl.load(p_row + F.channels)

@@ -72,6 +72,7 @@ _VARYING = (
     "num_groups",
     "num_blocks",
     "most_exact",
+    "most_heads",
     "page_size",
     "num_slots",
     "num_sinks",
@@ -220,6 +221,16 @@ def load_values(p_x, m_x, MANTISSA: tl.constexpr):
         b_x = tl.where(b_rest < (1 << MANTISSA), b_rest.to(tl.float32) * 2.0 ** (1 - BIAS - MANTISSA), b_normal)
         b_x = tl.where(b_rest >= (0x7F if MANTISSA == 3 else 0x7C), float("nan"), b_x)
         return tl.where(b_bits >= 0x80, -b_x, b_x)
+
+
+@jit
+def slots_of(p_row, p_slots, num_slots, o_token, m_token, page_size, F: tl.constexpr):
+    """Return the slots of a cell's tokens by the page table that its row names; -1 for those that are left out, or
+    behind the last slot: memory there is another request's."""
+    p_pages = tl.load(p_row + F.pages).to(tl.pointer_type(tl.int32))
+    b_page = tl.load(p_pages + o_token // page_size, mask=m_token, other=-1).to(tl.int64)
+    b_which = b_page * page_size + o_token % page_size
+    return tl.load(p_slots + b_which, mask=(b_page >= 0) & (b_which < num_slots), other=-1)
 
 
 def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Literal
 
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks.compiled_kernels.recorder import Recorder, recording
 from sgl_kvfetch.codec.quant.klt import KltForward
-from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_exact, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +62,24 @@ def all_variants() -> Iterator[Variant]:
     data = _empty(1 << 20, dtype=torch.uint8)
     chunks = [ans.AnsChunk(0, 1000, 100, TOKENS, 0)]
     yield Variant("ans_decode", ans, "ans_decode_kernel", lambda: ans.ans_decode(data, chunks, data))
+    fitted = _empty(2, 9, dtype=torch.int64), TOKENS, data, _empty(16, ans.SLOTS, dtype=torch.int32), data
+    for name, kernel in (("ans_decode fitted", "ans_decode"), ("decoding_tables", "decoding_tables")):
+        launch = partial(ans.fitted_decode_table, data, *fitted, _empty(2, dtype=torch.int32))
+        yield Variant(name, ans, f"{kernel}_kernel", launch)
+    for dtype in (*FLOATS, FP8[0]):  # both are bytes
+        yield _restore_exact(dtype, 2, 128, 128)
+    yield _restore_exact(_BF16, 2, 80, 80)
+    yield _restore_exact(_BF16, 1, 64, 512)
     yield Variant("xxh3", xxh3, "xxh3_kernel", lambda: xxh3.xxh3_sums(data, [(0, 1000)]), access="load")
+
+
+def _restore_exact(dtype: torch.dtype, heads: int, k_dim: int, v_dim: int) -> Variant:
+    k, v = ([_empty(SLOTS, 4 * heads, dim, dtype=dtype)[:, :heads]] for dim in (k_dim, v_dim))
+    shape = restore_exact.exact_shape(k, v, LAYERS)
+    rows, slots = _empty(2, shape.row_bytes // 8, dtype=torch.int64), _empty(TOKENS, dtype=torch.int64)
+    launch = partial(restore_exact.launch_exact, shape, rows, slots, 64, TOKENS, heads)
+    dims = f"{k_dim}" if k_dim == v_dim else f"{k_dim}+{v_dim}"
+    return Variant(f"restore_exact {_name(dtype)} {heads}x{dims}", restore_exact, "restore_exact_kernel", launch)
 
 
 def _restore_klt(

@@ -1,75 +1,77 @@
 """Prompts that are staged before they are restored, for an engine that restores them on its GPU.
 
-What the GPU decodes, too, is staged as it is coded; of all else, the data plane decodes the integers, a byte each. The
-cells of a layer group lie together, so that the engine loads a group, or a part of it, with one copy. Everything that
-the kernels need as tables is made here; only addresses on the device are left for the engine to fill in. What a
-manifest says of its cells becomes rows of the table once a segment.
+A cell has one chunk of integers (`klt`), or several (`exact`: one for each byte of a value, of K and of V). Chunks that
+the GPU decodes, and those that need no decoder, are staged as they are stored; of all others, the data plane decodes
+the integers, a byte each. The chunks of a layer group lie together, so that the engine loads a group, or a part of it,
+with one copy. Everything that the kernels need as tables is made here; only addresses on the device are left for the
+engine to fill in. What a manifest says of its cells becomes rows of the tables once a segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
+from operator import attrgetter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
-from sgl_kvfetch.codec import TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, pack
+from sgl_kvfetch.codec import TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, pack, read_tables
 from sgl_kvfetch.codec.container.reader import cell_place
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.fetch.fetcher import Destination, Keep
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart
 from sgl_kvfetch.plane.memory_cache import Held, Kept
 from sgl_kvfetch.protocol import CODE_ALIGNMENT, Arena
-from sgl_kvfetch.protocol.arena import CELL
+from sgl_kvfetch.protocol.arena import CELL, CHUNK
 
-CODEC = "ans"  # that GPUs decode
+CODEC, _FITTED = "ans", "ans-tables"  # that GPUs decode
+_RAW = "raw"
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
+_GATHERED = 8  # a GPU decodes so many neighbouring integers of `ans-tables` together
 
 
 def gpu_restores(sources: Sequence[PageSource]) -> bool:
-    """Return whether an engine's GPU can restore all cells of these pages."""
-    return all(each.reader.quantiser.gpu_restores for source in sources for each in (source, *source.others))
-
-
-def stays_coded(reader: SegmentReader, cell: Cell) -> bool:
-    """Return whether an engine's GPU decodes a cell that it restores."""
-    return reader.is_in_one_bitstream(cell, CODEC) and reader.num_integers(cell) >= _LEAST_INTEGERS
-
-
-def lies_as_taken(reader: SegmentReader, span: int) -> bool:
-    """Return whether an engine's GPU takes all cells of a span as they are stored."""
-    return not reader.manifest.is_encrypted and bool(_span_rows(reader, span)["is_coded"].all())
+    """Return whether an engine's GPU is to restore all cells of these pages: it can, and gets fewer bytes than the
+    values have."""
+    readers = {each.reader for source in sources for each in (source, *source.others)}
+    return all(reader.quantiser.gpu_restores for reader in readers) and (
+        any(not reader.quantiser.is_lossless or _FITTED in reader.variant.codecs for reader in readers)
+    )
 
 
 class RegionPlan:
-    """Where the cells of a prompt's spans lie: some spans in `memory_cache`, the others in a region, ordered by layers.
+    """Where the cells of a prompt's spans lie: what stays coded of some spans in `memory_cache`, all else in a region,
+    ordered by layers.
 
-    ``rows``: of `CELL`, ordered by layers, with all that is known before a cell has arrived; ``start`` counts from the
-    region's for cells in it (``in_region``). ``num_bytes``: the region's size."""
+    ``rows``: of `CELL`, ordered by layers, and ``chunks``: of `CHUNK`, both with all that is known before a cell has
+    arrived; ``start`` counts from the region's for chunks in it (``in_region``). ``stays``: which chunks stay coded, or
+    are stored as they are. ``num_bytes``: the region's size."""
 
     def __init__(self, parts: Sequence[SpanPart], held: Held | None = None) -> None:
         """``held``: what memory has of these parts; by default nothing, so that all cells lie in the region."""
         self.parts = parts
         self.data_names = {part.reader.data_name for part in parts}
         self.entries = [
-            None if held is None or not lies_as_taken(part.reader, part.span) else held.entry(part.reader, part.span)
+            None if held is None or part.reader.manifest.is_encrypted else held.entry(part.reader, part.span)
             for part in parts
         ]
         of_parts = [_span_rows(part.reader, part.span) for part in parts]
-        rows, counts = np.concatenate(of_parts), [len(each) for each in of_parts]
+        rows, counts = np.concatenate([each.cells for each in of_parts]), [len(each.cells) for each in of_parts]
         order = np.argsort(rows["first_layer"], kind="stable")
-        self.rows = rows[order]
+        self.rows, self.chunks = rows[order], np.concatenate([each.chunks for each in of_parts])[order]
+        self.stays = np.concatenate([each.stays for each in of_parts])[order]
         part_of = np.repeat(np.arange(len(parts)), counts)[order]
-        self.in_region = np.array([entry is None for entry in self.entries])[part_of]
-        rooms = -(-self.rows["size"] // CODE_ALIGNMENT) * CODE_ALIGNMENT * self.in_region
-        nowhere = np.zeros(max(counts), dtype=np.int64)
+        is_held = np.array([entry is not None for entry in self.entries])[part_of]
+        self.in_region = ~(is_held[:, np.newaxis] & self.stays)
+        rooms = -(-self.chunks["size"] // CODE_ALIGNMENT) * CODE_ALIGNMENT * self.in_region
         begins = [
-            nowhere[:count] if entry is None else entry.integers
-            for entry, count in zip(self.entries, counts, strict=True)
+            np.zeros(each.chunks.shape, dtype=np.int64) if entry is None else entry.integers.reshape(each.chunks.shape)
+            for entry, each in zip(self.entries, of_parts, strict=True)
         ]
-        self.rows["start"] = np.where(self.in_region, np.cumsum(rooms) - rooms, np.concatenate(begins)[order])
+        in_turn = (np.cumsum(rooms) - rooms.flatten()).reshape(rooms.shape)
+        self.chunks["start"] = np.where(self.in_region, in_turn, np.concatenate(begins)[order])
         self.num_bytes = int(rooms.sum())
         # Of each row: its part, and which of the part's cells it is, in storage order.
         self.part_of: list[int] = part_of.tolist()
@@ -92,41 +94,57 @@ class RegionPlan:
         return {(names[part], cells[part][number]): row for row, (part, number) in places}
 
 
-_made: WeakKeyDictionary[SegmentReader, dict[int, np.ndarray]] = WeakKeyDictionary()
+class _SpanRows(NamedTuple):
+    """``cells``: of `CELL`, without ``table``, ``num_exact`` and ``packed``. ``chunks``: of `CHUNK`, without ``start``
+    and their distributions: ``num_tables`` says whether there are any. ``stays``: as of `RegionPlan`."""
+
+    cells: np.ndarray
+    chunks: np.ndarray
+    stays: np.ndarray
 
 
-def _span_rows(reader: SegmentReader, span: int) -> np.ndarray:
-    """Return the rows of a span's cells, without ``table``, ``num_exact``, ``start`` and ``packed``. They are made
-    once."""
+_made: WeakKeyDictionary[SegmentReader, dict[int, _SpanRows]] = WeakKeyDictionary()
+
+
+def _span_rows(reader: SegmentReader, span: int) -> _SpanRows:
+    """Return the rows of a span's cells. They are made once."""
     made = _made.setdefault(reader, {})
     if span not in made:
         cells, (first_page, end_page) = list(reader.span_cells(span)), reader.manifest.span_range(span)
-        alike = next((rows for rows in made.values() if rows["num_pages"][0] == end_page - first_page), None)
+        alike = next(
+            (each.cells for each in made.values() if each.cells["num_pages"][0] == end_page - first_page), None
+        )
         rows = np.array([_place(reader, cell) for cell in cells], dtype=CELL) if alike is None else alike.copy()
         rows["first_token"] = cell_place(reader.manifest, cells[0]).tokens.start
-        chunks = list(map(reader.last_chunk, cells))
-        digests = np.frombuffer(b"".join(chunk.decoded_checksum for chunk in chunks), dtype=np.uint8)
-        is_coded = np.array([stays_coded(reader, cell) for cell in cells])
-        rows["is_coded"] = is_coded
-        coded_bytes = np.array([chunk.size_bytes for chunk in chunks]) - TAG_BYTES * reader.manifest.is_encrypted
-        rows["size"] = np.where(is_coded, coded_bytes, rows["coefficients"] * rows["num_tokens"])
-        rows["digest"] = digests.reshape(len(cells), -1) * is_coded[:, np.newaxis]
-        made[span] = rows
+        laid_out = [each for cell in cells for each in reader.laid_out(cell)]
+        chunks = np.zeros((len(cells), len(reader.laid_out_parts)), dtype=CHUNK)
+        num_integers, size, is_in_order = (
+            np.array([get(each) for each in laid_out]).reshape(chunks.shape)
+            for get in map(attrgetter, ("num_integers", "row.size_bytes", "is_in_order"))
+        )
+        codecs = np.array([each.row.codec for each in laid_out]).reshape(chunks.shape)
+        digests = np.frombuffer(b"".join(each.row.decoded_checksum for each in laid_out), dtype=np.uint8)
+        chunks["num_rows"] = num_integers // rows["num_tokens"][:, np.newaxis]
+        is_fitted = (codecs == _FITTED) & (chunks["num_rows"] % _GATHERED == 0)
+        is_coded = is_in_order & ((codecs == CODEC) | is_fitted) & (num_integers >= _LEAST_INTEGERS)
+        stays = is_coded | (is_in_order & (codecs == _RAW))
+        chunks["is_coded"], chunks["num_tables"] = is_coded, is_coded & is_fitted
+        chunks["size"] = np.where(stays, size - TAG_BYTES * reader.manifest.is_encrypted, num_integers)
+        chunks["digest"] = digests.reshape(*chunks.shape, -1) * is_coded[..., np.newaxis]
+        made[span] = _SpanRows(rows, chunks, stays)
     return made[span]
 
 
 def _place(reader: SegmentReader, cell: Cell) -> tuple[int, ...]:
     """Return the part of a cell's row that all spans of as many tokens share."""
     manifest, place = reader.manifest, cell_place(reader.manifest, cell)
-    coefficients, num_tokens = manifest.integers_shape(cell, manifest.parts[-1].layout)
     layers, heads = reader.grid.layers(cell.layer_group), reader.heads_of(cell)
     first_page, end_page = manifest.span_range(cell.span)
     return (
         *(layers.start, len(layers), heads.start, len(heads)),
         *(place.layers.start, place.heads.start),
-        *(0, num_tokens, 0, end_page - first_page, 0),
-        *(0, 0, 0, coefficients),
-        *(0, 0),
+        *(0, manifest.span_tokens(cell.span), 0, end_page - first_page, 0),
+        *(0, len(reader.laid_out_parts)),
     )
 
 
@@ -140,12 +158,13 @@ class CodedRegion(Destination):
         super().__init__()
         self._memory = arena.buffer(0, arena.num_bytes)
         self._plan = plan
-        self._rows = plan.rows.copy()
-        self._rows["start"] += offset * plan.in_region
-        self._starts, self._sizes, self._is_coded = (self._rows[x].tolist() for x in ("start", "size", "is_coded"))
-        # Of each part's cells, in storage order. What an entry keeps is shared with those who read it meanwhile.
+        self._chunks = plan.chunks.copy()
+        self._chunks["start"] += offset * plan.in_region
+        self._starts, self._sizes = self._chunks["start"].tolist(), self._chunks["size"].tolist()
+        self._stays = plan.stays.tolist()
+        # Of each part's cells, in storage order. Those that stay coded as a whole are kept in their entry, too.
         self._kept: list[list[Kept | None]] = [
-            [None] * part.reader.cells_per_span if entry is None else entry.kept
+            [None] * part.reader.cells_per_span if entry is None else list(entry.kept)
             for part, entry in zip(plan.parts, plan.entries, strict=True)
         ]
 
@@ -156,67 +175,87 @@ class CodedRegion(Destination):
         return reader.data_name in self._plan.data_names
 
     def places(self, unit: ReadUnit) -> list[CellChunks] | None:
-        rows = self._plan.rows_of(unit)
-        if unit.reader.manifest.is_encrypted or not all(self._is_coded[row] for row in rows):
+        rows, laid_out = self._plan.rows_of(unit), unit.reader.laid_out_parts
+        if unit.reader.manifest.is_encrypted or not any(any(self._stays[row]) for row in rows):
             return None
-        sizes = [[each.size_bytes for each in unit.reader.stored(cell)] for cell in unit.cells]
-        # What a cell has beside its integers is little, and does not go to the engine as it is stored.
-        rest = memoryview(bytearray(sum(map(sum, sizes)) - sum(self._sizes[row] for row in rows)))
         places: list[CellChunks] = []
-        for row, (*others, size) in zip(rows, sizes, strict=True):
-            place = []
-            for each in others:
-                place.append(rest[:each])
-                rest = rest[each:]
-            places.append([*place, self._place(row, size)])
+        for row, cell in zip(rows, unit.cells, strict=True):
+            # What has no place is little, or is decoded, and does not go to the engine as it is stored.
+            place: list[memoryview] = []
+            stays = dict(zip(laid_out, enumerate(self._stays[row]), strict=True))
+            for number, each in enumerate(unit.reader.stored(cell)):
+                chunk, has_place = stays.get(number, (0, False))
+                place.append(
+                    self._place(row, chunk, each.size_bytes) if has_place else memoryview(bytearray(each.size_bytes))
+                )
+            places.append(place)
         return places
 
-    def _place(self, row: int, size: int) -> memoryview:
-        if size != self._sizes[row]:
-            raise UnsupportedError(f"integers of a cell have {size} bytes, expected {self._sizes[row]}")
-        start = self._starts[row]
+    def _place(self, row: int, chunk: int, size: int) -> memoryview:
+        start, expected = self._starts[row][chunk], self._sizes[row][chunk]
+        if size != expected:
+            raise UnsupportedError(f"integers of a cell have {size} bytes, expected {expected}")
         return self._memory[start : start + size]
 
     def decode(self, part: SpanPart, unit: ReadUnit, chunks: Sequence[CellChunks], decoders: Decoders) -> Keep:
-        found: list[tuple[int, Kept, bytes | memoryview]] = []
+        found: list[tuple[int, Kept, list[bytes | memoryview]]] = []
         for row, cell, each in zip(self._plan.rows_of(unit), unit.cells, chunks, strict=True):
-            if self._is_coded[row]:
-                parts, integers = unit.reader.verified_cell(cell, each)
-            else:
-                *tensors, decoded = unit.reader.decode_cell(cell, each, decoders)
-                parts = [x.numpy() for x in tensors]
-                integers = decoded.contiguous().view(torch.uint8).flatten().numpy().data
-            found.append((row, pack(*parts), integers))
+            if self._kept_of(row) is None:
+                plain, integers = unit.reader.verified_cell(cell, each, self._stays[row], decoders)
+                found.append((row, self._unpacked(row, plain, integers), integers))
         return partial(self.write, partial(self._keep, found))
+
+    def _unpacked(self, row: int, plain: Sequence[np.ndarray], integers: Sequence[bytes | memoryview]) -> Kept:
+        content, num_exact = pack(*plain) if plain else (b"", 0)
+        distributions = []
+        for coded, has_own in zip(integers, self._chunks["num_tables"][row], strict=True):
+            if not has_own:
+                distributions.append((0, 0, 0))
+                continue
+            slots, rest = read_tables(coded)
+            distributions.append((len(content), len(slots), len(coded) - len(rest)))
+            content += slots.tobytes()
+        return Kept(content + bytes(-len(content) % 4), num_exact, tuple(distributions))
+
+    def _kept_of(self, row: int) -> Kept | None:
+        return self._kept[self._plan.part_of[row]][self._plan.number_of[row]]
 
     def working_bytes(self, unit: ReadUnit) -> int:
         cells = zip(self._plan.rows_of(unit), unit.cells, strict=True)
-        return sum(2 * unit.reader.frames_bytes(cell) for row, cell in cells if not self._is_coded[row])
+        return sum(2 * unit.reader.frames_bytes(cell) for row, cell in cells if not all(self._stays[row]))
 
-    def _keep(self, cells: Sequence[tuple[int, Kept, bytes | memoryview]]) -> None:
+    def _keep(self, cells: Sequence[tuple[int, Kept, list[bytes | memoryview]]]) -> None:
         for row, kept, integers in cells:
-            place = self._place(row, len(integers))
-            if not _is_at(integers, place):
-                place[:] = integers
-            self._kept[self._plan.part_of[row]][self._plan.number_of[row]] = kept
+            for chunk, each in enumerate(integers):
+                place = self._place(row, chunk, len(each))
+                if not _is_at(each, place):
+                    place[:] = each
+            part, number = self._plan.part_of[row], self._plan.number_of[row]
+            self._kept[part][number] = kept
+            if (entry := self._plan.entries[part]) is not None and all(self._stays[row]):
+                entry.kept[number] = kept
 
     def tables(self, num_pages: int) -> tuple[int, bytes]:
-        """Return the number of cells that have some of the first ``num_pages`` pages, and as bytes their rows, the page
-        tables, and what the cells have beside their integers."""
+        """Return the number of cells that have some of the first ``num_pages`` pages, and as bytes their rows, those of
+        their chunks, the page tables, and what the cells have beside their integers."""
         tables = [_page_table(part, num_pages) for part in self._plan.parts]
         ends = np.cumsum([len(table) for table in tables])
         wanted, begins, kept = [], [], []
-        for row, (part, number) in enumerate(zip(self._plan.part_of, self._plan.number_of, strict=True)):
-            if len(tables[part]) and (found := self._kept[part][number]) is not None:
+        for row, part in enumerate(self._plan.part_of):
+            if len(tables[part]) and (found := self._kept_of(row)) is not None:
                 wanted.append(row)
                 begins.append(ends[part] - len(tables[part]))
                 kept.append(found)
-        rows = self._rows[wanted]
-        sizes = np.fromiter((len(content) for content, _ in kept), np.int64)
+        rows, chunks = self._plan.rows[wanted], self._chunks[wanted]
+        sizes = np.fromiter((len(each.content) for each in kept), np.int64)
         rows["table"] = begins
         rows["packed"] = np.cumsum(sizes) - sizes
-        rows["num_exact"] = [num_exact for _, num_exact in kept]
-        return len(rows), b"".join((rows.tobytes(), *(x.tobytes() for x in tables), *(x for x, _ in kept)))
+        rows["num_exact"] = [each.num_exact for each in kept]
+        distributions = np.array([each.distributions for each in kept])
+        chunks["tables"] = distributions[..., 0] + rows["packed"][:, np.newaxis]
+        chunks["num_tables"], chunks["skipped"] = distributions[..., 1], distributions[..., 2]
+        content = *(x.tobytes() for x in (rows, chunks, *tables)), *(each.content for each in kept)
+        return len(rows), b"".join(content)
 
 
 def _is_at(integers: bytes | memoryview, place: memoryview) -> bool:

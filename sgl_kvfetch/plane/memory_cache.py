@@ -32,13 +32,23 @@ from sgl_kvfetch.codec import Cell, CellChunks, CodedSegment, EncodedSegment, Se
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, SpanPart, UnitKey, read_units
 from sgl_kvfetch.protocol import CODE_ALIGNMENT, Arena, Room
 
-Kept = tuple[bytes, int]  # what a cell has beside its integers, and its number of exact tokens
+
+class Kept(NamedTuple):
+    """What was unpacked of a cell. ``content``: what it has beside its integers. ``distributions``: for each of its
+    chunks with integers where its own distributions begin in ``content``, how many it has, and the size of them in the
+    chunk."""
+
+    content: bytes
+    num_exact: int
+    distributions: tuple[tuple[int, int, int], ...]
+
+
 _SpanKey = tuple[str, int, int]  # the first data object, how many are read, span
 
 
 class _Layout(NamedTuple):
     """Where the chunks of a span's cells lie in its entry. ``chunks``: the begin and the end of each. ``integers``:
-    where each cell's last part begins, int64, in storage order: they lie together, so that a few copies take them."""
+    where those with integers begin, int64, in storage order: they lie together, so that a few copies take them."""
 
     chunks: dict[Cell, list[tuple[int, int]]]
     integers: np.ndarray
@@ -68,7 +78,7 @@ class CachedSpan:
 
     @property
     def integers(self) -> np.ndarray:
-        """Where each cell's last part begins in shared memory, int64, in storage order."""
+        """Where the chunks with integers begin in shared memory, int64, in storage order."""
         return self.offset + self.layout.integers
 
     def lacks(self, unit: ReadUnit) -> bool:
@@ -304,15 +314,17 @@ def _layout(reader: SegmentReader, span: int) -> _Layout:
     """Return the layout of a span's entry: integers first, which are most of it. It is computed once."""
     made = _layouts.setdefault(reader, {})
     if span not in made:
-        cells, last = list(reader.span_cells(span)), reader.manifest.chunks_per_cell - 1
+        cells, laid_out = list(reader.span_cells(span)), reader.laid_out_parts
         sizes = [[each.size_bytes for each in reader.stored(cell)] for cell in cells]
-        rooms = [-(-each[last] // CODE_ALIGNMENT) * CODE_ALIGNMENT for each in sizes]
+        rooms = [-(-each[number] // CODE_ALIGNMENT) * CODE_ALIGNMENT for each in sizes for number in laid_out]
         *begins, end = accumulate(rooms, initial=0)
         chunks: dict[Cell, list[tuple[int, int]]] = {}
-        for cell, begin, each in zip(cells, begins, sizes, strict=True):
+        next_begin = iter(begins)
+        for cell, each in zip(cells, sizes, strict=True):
             place = chunks[cell] = []
             for number, size in enumerate(each):
-                if number == last:
+                if number in laid_out:
+                    begin = next(next_begin)
                     place.append((begin, begin + size))
                 else:
                     place.append((end, end + size))

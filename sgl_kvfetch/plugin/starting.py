@@ -180,7 +180,8 @@ def _are_prepared(pages: SlotPages, quantiser: Quantiser, places: Sequence[CellP
     try:
         pages.prepare(quantiser, places)
     except Exception as error:  # a compiler and a driver fail in many ways
-        logger.warning("kvfetch: klt is decoded and restored on the CPU: %s", brief(error), exc_info=True)
+        name = "exact" if quantiser.is_lossless else "klt"
+        logger.warning("kvfetch: %s is decoded and restored on the CPU: %s", name, brief(error), exc_info=True)
         pages.release()
         metrics.LEFT_TO_CPU.labels("restore").set(1)
         return False

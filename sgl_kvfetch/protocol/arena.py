@@ -253,18 +253,26 @@ class Line:
 
 
 NO_VALUES = CellValues(*(torch.empty((0, 0, 0, 0)) for _ in TENSORS))
-CODE_ALIGNMENT = 16  # of a cell's integers, in bytes: GPUs read them from there
+CODE_ALIGNMENT = 16  # of a chunk with integers, in bytes: GPUs read them from there
 
-# A cell of a staged prompt. Its integers, ``(coefficients, num_tokens)``, are at ``start`` of the arena, and what
-# `pack` returns at ``packed`` of the tables. The pages of its span are ``num_pages`` entries of the page tables, from
-# ``table`` on. Layers count from the rank's first one, heads from its first one, and tokens in the sequence.
+# A cell of a staged prompt. What it has beside its integers is at ``packed`` of the tables. The pages of its span are
+# ``num_pages`` entries of the page tables, from ``table`` on. Layers count from the rank's first one, heads from its
+# first one, and tokens in the sequence. ``num_chunks`` is the same for all cells.
 CELL = np.dtype(
     [
         *((name, "<i8") for name in ("first_layer", "num_layers", "first_head", "num_heads")),
         *((name, "<i8") for name in ("model_layer", "model_head")),  # the same firsts, counted in the model
         *((name, "<i8") for name in ("first_token", "num_tokens", "table", "num_pages", "num_exact")),
-        *((name, "<i8") for name in ("start", "size", "packed", "coefficients")),
-        ("is_coded", "<i8"),  # or 0: these are the integers themselves, which need no checksum
+        *((name, "<i8") for name in ("packed", "num_chunks")),
+    ]
+)
+# A chunk of a cell with ``num_rows`` integers for each of its tokens, of which it may have more behind: ``size`` bytes
+# at ``start`` of the arena. If it is not coded, these are the integers themselves, which need no checksum. In
+# `ans-tables`, its first ``skipped`` bytes are its ``num_tables`` distributions, which are unpacked at ``tables`` of
+# what cells have beside their integers.
+CHUNK = np.dtype(
+    [
+        *((name, "<i8") for name in ("start", "size", "num_rows", "is_coded", "tables", "num_tables", "skipped")),
         ("digest", "u1", (16,)),  # of the integers
     ]
 )
@@ -272,21 +280,25 @@ CELL = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class StagedCode:
-    """The engine's view of a prompt that it restores. ``cells``: of `CELL`, ordered by layers, with their integers in
-    the same order. ``page_tables``: int32, which page of the prompt each page of a span is; -1 if it is not loaded.
-    ``packed``: uint8, what the cells have beside their integers."""
+    """The engine's view of a prompt that it restores. ``cells``: of `CELL`, ordered by layers. ``chunks``: of `CHUNK`,
+    ``(cells, chunks)``, which lie in the same order. ``page_tables``: int32, which page of the prompt each page of a
+    span is; -1 if it is not loaded. ``packed``: uint8, what the cells have beside their integers."""
 
     cells: np.ndarray
+    chunks: np.ndarray
     page_tables: np.ndarray
     packed: torch.Tensor
 
     @classmethod
     def of(cls, tables: torch.Tensor, num_cells: int) -> StagedCode:
         """``tables``: what `CodedRegion.tables` returns, uint8."""
-        cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=num_cells)
-        num_pages = int((cells["table"] + cells["num_pages"]).max())
-        page_tables = np.frombuffer(tables.numpy().data, dtype=np.int32, count=num_pages, offset=cells.nbytes)
-        return cls(cells, page_tables, tables[cells.nbytes + page_tables.nbytes :])
+        raw = tables.numpy().data
+        cells = np.frombuffer(raw, dtype=CELL, count=num_cells)
+        count = int(cells["num_chunks"][0])
+        chunks = np.frombuffer(raw, dtype=CHUNK, count=num_cells * count, offset=cells.nbytes)
+        num_pages, begin = int((cells["table"] + cells["num_pages"]).max()), cells.nbytes + chunks.nbytes
+        page_tables = np.frombuffer(raw, dtype=np.int32, count=num_pages, offset=begin)
+        return cls(cells, chunks.reshape(-1, count), page_tables, tables[begin + page_tables.nbytes :])
 
     def of_pages(self, pages: range) -> StagedCode:
         """Return the cells that have some of ``pages``, with page tables that count from the first of these pages."""
@@ -295,7 +307,7 @@ class StagedCode:
         num_loaded = np.concatenate([[0], np.cumsum(is_loaded)])  # before each entry
         first = self.cells["table"]
         has_some = num_loaded[first + self.cells["num_pages"]] > num_loaded[first]
-        return StagedCode(self.cells[has_some], tables, self.packed)
+        return StagedCode(self.cells[has_some], self.chunks[has_some], tables, self.packed)
 
 
 @dataclass(frozen=True, slots=True)

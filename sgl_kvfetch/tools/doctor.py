@@ -303,22 +303,25 @@ def _check_restoring(device: torch.device) -> list[Check]:
     if single:
         advice = "nothing: loads in device mode take a little longer; CUDA 12.8 and later have batches"
         copies = Check(copies.name, "warn", single, advice)
-    name = "restore_klt"
     if importlib.util.find_spec("triton") is None:
-        return [copies, Check(name, "warn", "needs Triton", f"{_INSTALL_GPU}, to restore on the GPU")]
+        return [copies, Check("restore_klt", "warn", "needs Triton", f"{_INSTALL_GPU}, to restore on the GPU")]
+    from sgl_kvfetch.triton_kernels import klt_choice, restore_exact
     from sgl_kvfetch.triton_kernels.ans import try_gpu_ans
-    from sgl_kvfetch.triton_kernels.klt_choice import fault_on_gpu
 
     decodes, about = try_gpu_ans(gpu)
     advice = "in device mode the CPU does this part; update Triton and the driver, or report what the message says"
     decoding = Check("ans", "yes", about) if decodes else Check("ans", "warn", about, advice)
-    try:
-        fault = fault_on_gpu(device)
-    except Exception as e:  # a compiler and a driver fail in many ways
-        fault = f"{type(e).__name__}: {first_line(e)}"
-    if fault:
-        return [copies, decoding, Check(name, "warn", f"klt is restored on the CPU: {fault}", advice)]
-    return [copies, decoding, Check(name, "yes", "gives the CPU's values")]
+    checks = [copies, decoding]
+    for name, fault_on_gpu in (("klt", klt_choice.fault_on_gpu), ("exact", restore_exact.fault_on_gpu)):
+        try:
+            fault = fault_on_gpu(device)
+        except Exception as e:  # a compiler and a driver fail in many ways
+            fault = f"{type(e).__name__}: {first_line(e)}"
+        found = (
+            ("warn", f"{name} is restored on the CPU: {fault}", advice) if fault else ("yes", "gives the CPU's values")
+        )
+        checks.append(Check(f"restore_{name}", *found))
+    return checks
 
 
 def _without_gpu(torch_version: str) -> Check:

@@ -175,7 +175,7 @@ def test_an_opened_span_of_which_nothing_comes_takes_no_room(stored: list[Stored
 
 
 def test_chunks_lie_where_gpus_take_them(stored: list[Stored]) -> None:
-    """Behind what is others', the last part of each cell at a multiple of 16, one after another."""
+    """Behind what is others', each at a multiple of 16, one after another."""
     one, cache = stored[0], make_cache(stored[0].num_bytes)
     one.put_in(cache)
     held = Held(cache, span_parts(one.sources))
@@ -183,6 +183,6 @@ def test_chunks_lie_where_gpus_take_them(stored: list[Stored]) -> None:
         assert entry.offset >= BEFORE
         assert not (entry.integers % CODE_ALIGNMENT).any()
         cells = list(one.reader.span_cells(entry.key[2]))
-        sizes = np.array([one.reader.last_chunk(cell).size_bytes for cell in cells])
+        sizes = np.array([each.row.size_bytes for cell in cells for each in one.reader.laid_out(cell)])
         assert ((entry.integers[1:] - (entry.integers + sizes)[:-1]) < CODE_ALIGNMENT).all()
     held.let_go()

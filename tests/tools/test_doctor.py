@@ -21,7 +21,7 @@ from sgl_kvfetch.plugin import seams, versions
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_store, run_check
 from sgl_kvfetch.tools.terminal import StoreAccess
-from sgl_kvfetch.triton_kernels import ans, klt_choice
+from sgl_kvfetch.triton_kernels import ans, klt_choice, restore_exact
 from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.segments import make_segment
 from tests.tools.conftest import kvfetch, kvfetch_json, put
@@ -201,10 +201,11 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_servers_restore_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "why_no_batches", lambda device: "")
     monkeypatch.setattr(ans, "try_gpu_ans", lambda device: (True, "ans is decoded on the GPU"))
-    monkeypatch.setattr(klt_choice, "fault_on_gpu", lambda device: "")
+    for module in (klt_choice, restore_exact):
+        monkeypatch.setattr(module, "fault_on_gpu", lambda device: "")
     found = by_name(doctor._check_restoring(torch.device("cuda", 0)))
     assert {check.status for check in found.values()} == {"yes"}
-    assert found["restore_klt"].found == "gives the CPU's values"
+    assert found["restore_klt"].found == found["restore_exact"].found == "gives the CPU's values"
 
 
 def test_what_a_gpu_leaves_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +218,12 @@ def test_what_a_gpu_leaves_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ans, "try_gpu_ans", lambda device: (False, "ans is decoded on the CPU: other integers"))
     faults = {broken: "RuntimeError: PassManager::run failed", lambda device: "1.0% differ": "1.0% differ"}
     for fault_on_gpu, fault in faults.items():
-        monkeypatch.setattr(klt_choice, "fault_on_gpu", fault_on_gpu)
+        for module in (klt_choice, restore_exact):
+            monkeypatch.setattr(module, "fault_on_gpu", fault_on_gpu)
         found = by_name(doctor._check_restoring(torch.device("cuda", 0)))
         assert {name: check.status for name, check in found.items()} == dict.fromkeys(found, "warn")
-        assert found["restore_klt"].found == f"klt is restored on the CPU: {fault}"
+        for name in ("klt", "exact"):
+            assert found[f"restore_{name}"].found == f"{name} is restored on the CPU: {fault}"
         assert found["batches of copies"].found.endswith("copied other bytes")
         assert found["ans"].found.endswith("other integers")
 

@@ -23,6 +23,7 @@ from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels import restore_klt as restore_klt_module
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
@@ -32,6 +33,7 @@ from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels import (
     test_ans_kernel as decoding,
     test_quantise_klt_kernel as quantising,
+    test_restore_exact_kernel as restoring_exact,
     test_restore_klt_kernel as restoring_klt,
 )
 from tests.triton_kernels.cases import NUM_SLOTS
@@ -55,6 +57,24 @@ def ans_decode_damaged() -> None:
     bitstream[len(bitstream) // 2] ^= 7
     data, chunks = decoding.joined([bytes(bitstream)], [(len(frames), 33)])
     assert decoding.decoded(data, chunks)[0] == [1]
+
+
+def ans_tables_decode_bits() -> None:
+    restoring_exact.assert_decoded([(1, 24, 8), (130, 48, 32)])
+
+
+def ans_tables_decode_damaged() -> None:
+    coded = restoring_exact.Coded()
+    bitstream = bytearray(restoring_exact.AnsTablesCodec().encode(coefficients(33, 8)))
+    bitstream[-9] ^= 7
+    coded.add(bytes(bitstream), 33, 24, 16)
+    assert coded.decoded()[0] == [1]
+
+
+def restore_exact_bits() -> None:
+    """Hostile values of all types."""
+    for seed in range(10):
+        restoring_exact.assert_restored(restoring_exact.Span(seed))
 
 
 def xxh3_digests() -> None:
@@ -148,6 +168,26 @@ def load_of_a_coded_prompt() -> None:
         torch.testing.assert_close(buffer, whole, rtol=2.0**-7, atol=1e-5, equal_nan=True)
 
 
+def load_of_an_exact_prompt() -> None:
+    """In parts, of two layer groups, of which the last has one layer, and two spans, without its first page. Its first
+    span is staged as integers."""
+    from tests.triton_kernels.coded_load import CodedPrompt
+
+    geometry = KVGeometry(4, 2, 16, 16, page_size=4, dtype="bfloat16")
+    prompt = CodedPrompt(make_quantiser("exact"), geometry, segment_pages=(8, 4), codec="zstd")
+    buffers = [(x, prompt.values[t][4:, i]) for t, layers in prompt.buffers.items() for i, x in enumerate(layers)]
+    for buffer, _ in buffers:
+        buffer.fill_(torch.nan)
+    slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
+    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=32 << 10)
+    assert num_parts > 2
+    assert not num_wrong
+    for buffer, expected in buffers:
+        whole = torch.full_like(buffer, torch.nan)
+        whole[slots] = expected
+        assert torch.equal(buffer.view(torch.int16), whole.view(torch.int16))
+
+
 def slots_beyond_the_buffers(emulator: Emulator) -> None:
     span = restoring_klt.Span(KLT)
     span.slots[5] = NUM_SLOTS
@@ -192,6 +232,9 @@ CONTROLS = {
 CASES: tuple[Callable[[], None], ...] = (
     ans_decode_bits,
     ans_decode_damaged,
+    ans_tables_decode_bits,
+    ans_tables_decode_damaged,
+    restore_exact_bits,
     xxh3_digests,
     restore_klt_plain,
     restore_klt_rotated,
@@ -201,6 +244,7 @@ CASES: tuple[Callable[[], None], ...] = (
     restore_klt_options,
     quantise_klt,
     load_of_a_coded_prompt,
+    load_of_an_exact_prompt,
 )
 
 

@@ -17,9 +17,9 @@ from benchmarks.compiled_kernels.machine_code import gpu_target
 from benchmarks.compiled_kernels.recorder import Recorder
 from harness.ptx.block import Kernel
 from harness.ptx.global_memory import GlobalMemory
-from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_exact, restore_klt, xxh3
 
-MODULES: tuple[ModuleType, ...] = (ans, quantise_klt, restore_klt, xxh3)
+MODULES: tuple[ModuleType, ...] = (ans, quantise_klt, restore_exact, restore_klt, xxh3)
 
 
 class Addressed(TorchFunctionMode):

@@ -23,11 +23,12 @@ from benchmarks.compiled_kernels.recorder import Recorder
 from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
-from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_exact, restore_klt, xxh3
 from sgl_kvfetch.types import KVGeometry
 from tests.triton_kernels.coded_load import CodedPrompt
 
-MODULES = ans, quantise_klt, restore_klt, xxh3
+MODULES = ans, quantise_klt, restore_exact, restore_klt, xxh3
 TOKENS = 1, 15, 16, 33, 64, 1024
 HEADS, DIM = 2, 80
 SLOTS = torch.arange(2048)  # of which launches take views, as with pages of one token
@@ -122,12 +123,13 @@ def launch_all() -> None:
 def load_prompts() -> None:
     """As SGLang's linker does: of any length, from any page on, in parts of any number of cells. The pool's layers have
     the shape of ``buffers``."""
-    quantiser = KltQuantiser(make_profile(DIM), step=1.0)
-    for page_size, segment_pages in ((1, (32, 1)), (16, (2, 1))):
+    klt, exact = KltQuantiser(make_profile(DIM), step=1.0), make_quantiser("exact")
+    of_kinds = (klt, 1, (32, 1)), (klt, 16, (2, 1)), (exact, 1, (32, 1)), (exact, 16, (2, 1))
+    for quantiser, page_size, segment_pages in of_kinds:
         geometry, num_pages = KVGeometry(3, 4 * HEADS, DIM, DIM, page_size, "bfloat16"), sum(segment_pages)
         prompt = CodedPrompt(quantiser, geometry, segment_pages)
         for first_page in (0, 1):
-            for first, scratch_bytes in ((1, 1 << 20), (3, 1 << 17)):
+            for first, scratch_bytes in ((1, 1 << 20), (3, 1 << (19 if quantiser is exact else 17))):
                 prompt.load(SLOTS[first:][: (num_pages - first_page) * page_size], first_page, scratch_bytes)
 
 
@@ -146,17 +148,26 @@ class Sources(Recorder):
 
 def load_without_variant() -> list[str]:
     """Load a prompt of a model like Llama-3.1-8B. Return the kernels whose launches are none of the variants."""
-    names = "ans_decode_kernel", "xxh3_kernel", "restore_klt_kernel"
-    variants = [variant.record().source for variant in all_variants() if variant.kernel in names]
+    places = {
+        "ans_decode_kernel": ans,
+        "decoding_tables_kernel": ans,
+        "xxh3_kernel": xxh3,
+        "restore_klt_kernel": restore_klt,
+        "restore_exact_kernel": restore_exact,
+    }
+    variants = [variant.record().source for variant in all_variants() if variant.kernel in places]
     compiled = {source.hash() for source in variants if source is not None}
-    prompt = CodedPrompt(KltQuantiser(make_profile(128), step=1.0), KVGeometry(3, 8, 128, 128, 16, "bfloat16"), [2])
+    quantisers, geometry = (KltQuantiser(make_profile(128), step=1.0), make_quantiser("exact")), (3, 8, 128, 128, 16)
+    prompts = [CodedPrompt(quantiser, KVGeometry(*geometry, "bfloat16"), [2]) for quantiser in quantisers]
     with ExitStack() as stack:
         sources = {}
-        for module, name in zip((ans, xxh3, restore_klt), names, strict=True):
+        for name, module in places.items():
             sources[name] = Sources(getattr(module, name))
             stack.enter_context(patch.object(module, name, sources[name]))
-            stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
-        prompt.load(SLOTS[:32], 0, 1 << 20)
+            if hasattr(module, "use_kernels"):
+                stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
+        for prompt in prompts:
+            prompt.load(SLOTS[:32], 0, 4 << 20)
     assert all(each.found for each in sources.values())
     return [name for name, each in sources.items() if not each.found <= compiled]
 

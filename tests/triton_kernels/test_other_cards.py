@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.triton_kernels.test_compiled_kernels import (
+    EXACT_KERNELS,
     KLT_KERNELS,
     MOST_REGISTERS,
     QUANTISING_KERNELS,
     TARGET,
     Facts,
+    check_exact,
     check_klt,
     check_one_warp,
     check_quantising,
@@ -39,6 +41,8 @@ def test_every_kernel_compiles(target: str, compiled: Facts) -> None:
         check_one_warp(compiled, kernel, target)
     for kernel in QUANTISING_KERNELS:
         check_quantising(compiled, kernel, target)
+    for kernel in EXACT_KERNELS:
+        check_exact(compiled, kernel, target)
 
 
 def test_the_oldest_triton_compiles_every_kernel(compiled: Facts, oldest_triton: Path) -> None:

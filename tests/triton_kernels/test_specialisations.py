@@ -12,9 +12,11 @@ from tests.triton_kernels.tritons import run_python
 pytestmark = pytest.mark.process
 
 KERNELS = {
-    "ans_decode_kernel": 1,
+    "ans_decode_kernel": 2,  # for `ans`, and for `ans-tables`
     "centre_kernel": 2,  # for K, whose rotation it undoes, and for V
+    "decoding_tables_kernel": 1,
     "exact_tokens_kernel": 1,
+    "restore_exact_kernel": 1,
     "restore_klt_kernel": 2,  # for eight neighbouring tokens at once, and for segments of fewer
     "round_kernel": 1,
     "xxh3_kernel": 1,

@@ -51,9 +51,9 @@ CLASS_TABLE = 17  # the distribution that codes the classes of rows
 ZERO = 128  # the integer that stands for n = 0
 _NATIVE_ESCAPE = 1 << 28  # marks an escape in an entry of the native coder's tables
 _HEADER = struct.Struct("<BI")  # of `ans-tables`: the number of distributions, and their compressed size in bytes
-_MOST_TABLES = 16
+MOST_TABLES = 16  # of an `ans-tables` bitstream
 _MOST_TOKENS = 1 << 22  # as in ans.cpp
-_DISTRIBUTION_BYTES = (ESCAPE + 1) * 2
+DISTRIBUTION_BYTES = (ESCAPE + 1) * 2
 
 
 class Tables(NamedTuple):
@@ -150,25 +150,30 @@ class AnsTablesCodec(Codec):
         tokens = frames.cpu().flatten(1).contiguous()
         slots, coded = _ans.encode_fitted(static_tables(self._is_portable), tokens.numpy().data, *tokens.shape)
         header = zstandard.ZstdCompressor(3).compress(slots)
-        return b"".join((_HEADER.pack(len(slots) // _DISTRIBUTION_BYTES, len(header)), header, coded))
+        return b"".join((_HEADER.pack(len(slots) // DISTRIBUTION_BYTES, len(header)), header, coded))
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
         if num_frames > _MOST_TOKENS:
             raise CorruptError(f"ans-tables bitstream is for {num_frames} tokens, expected at most {_MOST_TOKENS}")
         slots, coded = read_tables(bitstream)
-        frames = torch.empty((num_frames, PLANES, height, width), dtype=torch.uint8)
         rows = PLANES * height * width
-        _require_whole(_ans.decode_fitted(self._native(slots), coded, num_frames, rows, frames.numpy().data))
-        return frames
+        tokens = decode_fitted(slots, coded, num_frames, rows, is_portable=self._is_portable)
+        return tokens.view(num_frames, PLANES, height, width)
 
-    def _native(self, slots: np.ndarray) -> tuple[object, ...]:
-        """Return native tables where class c has distribution c, whatever a token's energy."""
-        choice = np.minimum(np.arange(64, dtype=np.uint8), len(slots) - 1)[:, None].repeat(32, 1)
-        static = tables()
-        with_classes = np.concatenate((slots, static.slots[CLASS_TABLE, None]))
-        found = Tables(with_classes, choice, static.gains, static.digits[:0])
-        return native_tables(found, len(slots), self._is_portable)
+
+def decode_fitted(
+    slots: np.ndarray, coded: bytes | memoryview, tokens: int, rows: int, *, is_portable: bool = False
+) -> torch.Tensor:
+    """Decode what follows the distributions of an `ans-tables` bitstream, as `read_tables` returns both: uint8
+    ``(tokens, rows)``. Raises CorruptError."""
+    # Class c has distribution c, whatever a token's energy.
+    choice = np.minimum(np.arange(64, dtype=np.uint8), len(slots) - 1)[:, None].repeat(32, 1)
+    static, out = tables(), torch.empty((tokens, rows), dtype=torch.uint8)
+    with_classes = np.concatenate((slots, static.slots[CLASS_TABLE, None]))
+    native = native_tables(Tables(with_classes, choice, static.gains, static.digits[:0]), len(slots), is_portable)
+    _require_whole(_ans.decode_fitted(native, coded, tokens, rows, out.numpy().data))
+    return out
 
 
 def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
@@ -178,11 +183,11 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
     if len(view) < _HEADER.size:
         raise CorruptError("ans-tables bitstream is shorter than its header")
     count, size = _HEADER.unpack_from(view)
-    data = ZstdCodec().decompress(view[_HEADER.size : _HEADER.size + size], count * _DISTRIBUTION_BYTES)
-    if not 1 <= count <= _MOST_TABLES or len(data) != count * _DISTRIBUTION_BYTES:
+    data = ZstdCodec().decompress(view[_HEADER.size : _HEADER.size + size], count * DISTRIBUTION_BYTES)
+    if not 1 <= count <= MOST_TABLES or len(data) != count * DISTRIBUTION_BYTES:
         raise CorruptError(
-            f"ans-tables bitstream has {len(data)} bytes of {count} distributions, expected 1 to {_MOST_TABLES} of "
-            f"{_DISTRIBUTION_BYTES} bytes each"
+            f"ans-tables bitstream has {len(data)} bytes of {count} distributions, expected 1 to {MOST_TABLES} of "
+            f"{DISTRIBUTION_BYTES} bytes each"
         )
     slots = np.frombuffer(data, "<u2").reshape(count, ESCAPE + 1)
     if (slots.sum(1) != SLOTS).any() or not slots[:, ESCAPE].all():

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import LADDER, Decoders
-from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
+from sgl_kvfetch.codec.bitstream.entropy import RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
 from sgl_kvfetch.codec.bitstream.registry import CODECS, can_decode, get_codec
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest, PartInfo
@@ -63,14 +64,24 @@ class CodedChunk(NamedTuple):
 
 
 class CellSize(NamedTuple):
-    """What cells of the same layers, heads and number of tokens have in common. ``is_one_bitstream``: whether the last
-    part has all integers, and its frames begin with them."""
+    """What cells of the same layers, heads and number of tokens have in common. ``in_order``: for each part that has
+    frames, the number of its integers, and the codecs in which its frames have them in their order."""
 
     num_tokens: int
     value_bytes: int
     num_integers: int
     frames_bytes: int
-    is_one_bitstream: bool
+    in_order: list[tuple[int, frozenset[str]]]
+
+
+class LaidOut(NamedTuple):
+    """A part of a cell that has frames: its row, the number of its integers, and whether its bitstream decodes to
+    them in their order: to frames that begin with them, or, in `ans-tables`, of which each begins with a token's. One
+    in `raw` is the integers: both of its checksums are one."""
+
+    row: Chunk
+    num_integers: int
+    is_in_order: bool
 
 
 class SegmentReader:
@@ -157,13 +168,13 @@ class SegmentReader:
         key = cell.layer_group, cell.head_block, num_tokens
         if (found := self._sizes.get(key)) is None:
             laid_out = list(self._laid_out(cell))
-            last, shapes = self.manifest.parts[-1], [shape for _, shape in laid_out]
+            in_order = [(prod(shape), _codecs_in_order(layout, shape)) for layout, shape in laid_out]
             found = self._sizes[key] = CellSize(
                 num_tokens,
                 self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize,
-                sum(map(prod, shapes)),
+                sum(num_integers for num_integers, _ in in_order),
                 sum(prod(layout.frames_shape(shape)) for layout, shape in laid_out),
-                bool(last.layout) and len(laid_out) == 1 and laid_out[0][0].begins_with(shapes[0]),
+                in_order,
             )
         return found
 
@@ -292,24 +303,41 @@ class SegmentReader:
         shape = num_tokens, len(self.grid.layers(cell.layer_group)), self.grid.cell_heads
         self.quantiser.require_sound(plain, shape, num_bytes // num_tokens)
 
-    def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
-        """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
-        with the integers. What has levels is in several bitstreams, or in fewer than it was written in."""
+    def laid_out(self, cell: Cell) -> list[LaidOut]:
+        """Return the parts of a cell that have frames. What has levels is in several bitstreams, or in fewer than it
+        was written in, and so is not in order."""
         is_whole = not self.variant.levels and not self.variant.num_dropped
-        return is_whole and self.last_chunk(cell).codec == codec and self._size(cell).is_one_bitstream
+        first = self._index(cell) * self._num_parts
+        rows = [self.variant.chunks[first + number] for number in self.laid_out_parts]
+        sizes = self._size(cell).in_order
+        found = []
+        for row, (size, codecs) in zip(rows, sizes, strict=True):
+            is_itself = (row.size_bytes, row.coded_checksum) == (size, row.decoded_checksum)
+            is_in_order = row.codec in codecs and (is_itself or row.codec != RawCodec.name)
+            found.append(LaidOut(row, size, is_whole and is_in_order))
+        return found
 
-    def last_chunk(self, cell: Cell) -> Chunk:
-        """Return the row of a cell's last part."""
-        return self.variant.chunks[(self._index(cell) + 1) * self._num_parts - 1]
+    @cached_property
+    def laid_out_parts(self) -> list[int]:
+        """Which of a cell's parts have frames."""
+        return [number for number, part in enumerate(self.manifest.parts) if part.layout]
 
-    def verified_cell(self, cell: Cell, chunks: CellChunks) -> tuple[list[np.ndarray], bytes | memoryview]:
-        """Verify the chunks of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
-        bytes, and its integers as they are coded. Raises CorruptError, FormatError."""
-        *others, coded = self._verified_pieces(cell, chunks)
-        pairs = zip(self.manifest.parts, others, strict=False)
-        parts = [np.frombuffer(self._decode_bytes(cell, part, piece), dtype=np.uint8) for part, piece in pairs]
-        self._require_sound(cell, parts)
-        return parts, coded.bitstream
+    def verified_cell(
+        self, cell: Cell, chunks: CellChunks, stay: Sequence[bool], decoders: Decoders | None = None
+    ) -> tuple[list[np.ndarray], list[bytes | memoryview]]:
+        """Verify the chunks of a cell. Return its parts of plain bytes; and of each part that has frames the bitstream,
+        if it is to ``stay`` coded, or else the integers. ``decoders``: as for `decode_cell`. Raises CorruptError,
+        FormatError."""
+        plain, laid_out, stays = list[np.ndarray](), list[bytes | memoryview](), iter(stay)
+        for part, coded in zip(self.manifest.parts, self._verified_pieces(cell, chunks), strict=True):
+            if not part.layout:
+                plain.append(np.frombuffer(self._decode_bytes(cell, part, coded), dtype=np.uint8))
+            elif next(stays):
+                laid_out.append(coded.bitstream)
+            else:
+                laid_out.append(self._decode_integers(cell, part, coded, decoders or {}).flatten().numpy().data)
+        self._require_sound(cell, plain)
+        return plain, laid_out
 
     def _verified_pieces(self, cell: Cell, chunks: CellChunks) -> list[CodedChunk]:
         """Return a cell's parts, each with its levels, verified and decrypted."""
@@ -361,6 +389,13 @@ class SegmentReader:
         raw = BYTES_CODEC.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
         coded.row.require_decoded(raw, cell, part.name)
         return raw
+
+
+def _codecs_in_order(layout: Layout, shape: tuple[int, ...]) -> frozenset[str]:
+    raw = {RawCodec.name} if layout.begins_with(shape) else set()
+    if layout.each_begins_with(shape):
+        return frozenset({AnsTablesCodec.name, *raw})
+    return frozenset({AnsCodec.name, *raw}) if raw else frozenset()
 
 
 def _tensor_of(raw: bytes) -> torch.Tensor:

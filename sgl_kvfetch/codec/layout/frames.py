@@ -87,6 +87,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether frames, read as bytes, begin with integers of ``shape``, in their order."""
         return False
 
+    def each_begins_with(self, shape: tuple[int, ...]) -> bool:
+        """Return whether each frame, read as bytes, begins with the integers of one token, in their order."""
+        return False
+
     def _filled_up(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return whole pictures that begin with ``pixels``, ``(frames, 3, rows, columns)``, contiguous."""
         rows, columns = pixels.shape[2:]
@@ -251,7 +255,7 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
         self.require_fits(shape)
         num_tokens, num_layers, num_heads, head_dim = shape
         num_frames = self.num_frames(shape)
-        if self._are_integers(shape):
+        if self.begins_with(shape):
             return integers.contiguous().view(num_frames, PLANES, self.height, self.width)
         tile = self.head_rows, self.head_cols, self.dim_rows, self.dim_cols
         num_values = self.head_rows * self.head_cols, self.dim_rows * self.dim_cols
@@ -260,12 +264,14 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
         pixels = grid.view(self.tile_rows, self.tile_cols, num_frames, PLANES, *tile)
         return self._filled_up(pixels.permute(2, 3, 0, 4, 6, 1, 5, 7).flatten(5, 7).flatten(2, 4))
 
-    def _are_integers(self, shape: tuple[int, ...]) -> bool:
-        """Return whether frames are the integers in their order, as flat ones of whole cells are."""
-        _, num_layers, num_heads, head_dim = shape
+    def begins_with(self, shape: tuple[int, ...]) -> bool:
+        return self.each_begins_with(shape) and shape[1] == PLANES
+
+    def each_begins_with(self, shape: tuple[int, ...]) -> bool:
+        *_, num_heads, head_dim = shape
         whole = self.tokens_per_frame, self.tile_rows * self.tile_height, self.tile_cols * self.tile_width
         is_whole = whole == (1, self.height, self.width) and self.dim_cols == head_dim and self.head_cols == num_heads
-        return self.is_flat and is_whole and num_layers == PLANES
+        return self.is_flat and is_whole
 
     def from_frames(self, frames: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape

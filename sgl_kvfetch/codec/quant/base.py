@@ -159,8 +159,8 @@ class Quantiser(ABC):
         raise AssertionError(f"no kernel quantises {self.identity}")
 
     profile: Profile | None = None  # of the model that it was calibrated for
-    # What a GPU can do with its cells: restore (`restore_klt`, with what `inverse_of` returns), and quantise
-    # (`quantise_klt`, with what `forward` returns).
+    # What a GPU can do with its cells: restore (`restore_exact`, or `restore_klt` with what `inverse_of` returns), and
+    # quantise (`quantise_klt`, with what `forward` returns).
     gpu_restores: bool = False
     gpu_quantises: bool = False
 
@@ -264,6 +264,7 @@ class ExactQuantiser(Quantiser):
 
     identity = "exact"
     is_lossless = True
+    gpu_restores = True
 
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return tuple(Part(f"{t} byte {i}", t) for t in TENSORS for i in range(dtype.itemsize))

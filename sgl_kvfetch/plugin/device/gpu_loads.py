@@ -1,9 +1,9 @@
 """Loads staged prompts into a pool on a GPU, while the batch that needs them already computes.
 
 Coded cells cross the bus as they are, in parts of a layer group or more: two copies, one `ans_decode` for all their
-integers, one `restore_klt`, one `xxh3` for their checksums. What takes how long on an H200 says why it is done so
-(docs/gpu/model.md): a copy is the copy engine's, `ans_decode` mostly waits, and `restore_klt` fills the chip. So
-several parts are under way at once.
+integers, one `restore_klt` or `restore_exact`, one `xxh3` for their checksums. What takes how long on an H200 says why
+it is done so (docs/gpu/model.md): a copy is the copy engine's, `ans_decode` mostly waits, and `restore_klt` fills the
+chip. So several parts are under way at once.
 
 * **One stream copies**, and never waits for a kernel but those that used the scratch memory before.
 * **A lane** is a stream of kernels with scratch memory of its own. Parts go to the lanes in turn. The copy waits for
@@ -37,23 +37,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import PLANES, CellPlace, Device, Fence, Stream
+from sgl_kvfetch.codec import PLANES, Device, Fence, Stream
 from sgl_kvfetch.codec.cuda_streams import Event
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory, copy
+from sgl_kvfetch.plugin.device.gpu_restores import Addresses, restores_of
 from sgl_kvfetch.plugin.device.pages import EnginePools, Load, Loader, SideBuffers, SidePart
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import CODE_ALIGNMENT, StagedValues
 from sgl_kvfetch.protocol.arena import StagedCode
-from sgl_kvfetch.triton_kernels.ans import ans_decode_table
-from sgl_kvfetch.triton_kernels.restore_klt import KltModel, klt_rows, launch_klt, vector_of
+from sgl_kvfetch.triton_kernels.ans import DECODING_TABLE_BYTES, FittedChunk, ans_decode_table, fitted_decode_table
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,11 @@ N = TypeVar("N", int, np.ndarray)
 V = TypeVar("V")
 
 ALIGNMENT = 256  # of scratch memory, and of frames in it, in bytes
-_ANS_FIELDS, _SUM_FIELDS, _TABLES = 5, 2, 3
+_MOST_FIELDS, _SUM_FIELDS, _TABLES = len(FittedChunk._fields), 2, 3
 _STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
 _PAGE_BYTES = 4  # of an entry in a page table
 _MOST_FAILURES = 2  # loads in a row that the GPU may fail; a fault of one cell fails one
 _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
-
-_OF_MODELS = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
-_OF_ROTATIONS = "first_token", "num_tokens"
 
 Work = Callable[[], object]  # launches something on the current stream
 
@@ -84,15 +81,25 @@ class Works(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """``cells``: a slice of the prompt's, all of them coded or none. ``status``: the range of their statuses.
-    ``frames_at``: where the decoded frames begin in scratch memory, behind the code."""
+    """``cells``: a slice of the prompt's. ``coded``: of their chunks that the GPU decodes, counted among all such, and
+    ``status``: the range of their statuses. ``frames_at``: where the decoded frames begin in scratch memory, behind the
+    code; decoding tables follow."""
 
     layer: int
-    is_coded: bool
     cells: slice
+    coded: slice
     status: slice
     frames_at: int
     frames_bytes: int
+
+
+class _Needs(NamedTuple):
+    """What each cell takes of scratch memory, in bytes, and how many of its chunks are decoded: int64 ``(cells,)``."""
+
+    code: np.ndarray
+    frames: np.ndarray
+    tables: np.ndarray
+    num_coded: np.ndarray
 
 
 class CodedLoad:
@@ -112,23 +119,28 @@ class CodedLoad:
         prompt. ``slots``: those of the pages that ``code`` has, on the device. Raises UnsupportedError if a cell does
         not fit into the scratch memory."""
         assert pages.quantiser is not None
-        self._pages, self._quantiser = pages, pages.quantiser
         self._memory, self._slots = memory, slots
-        self._cells = cells = code.cells
-        self._num_frames = -(-cells["coefficients"] // PLANES)
-        frames_bytes = _rounded(self._num_frames * PLANES * cells["num_tokens"], ALIGNMENT)
-        self._frames_bytes = np.where(cells["is_coded"], frames_bytes, 0)
-        self._sizes = cells["coefficients"] * cells["num_tokens"]
-        self._parts = list(_parts(cells, self._frames_bytes, scratch_bytes))
-        sizes = len(cells), _rounded(self._parts[-1].status.stop, _POINTER_BYTES)
+        self._cells, self._chunks = cells, chunks = code.cells, code.chunks
+        self._is_coded = chunks["is_coded"] != 0
+        self._sizes = chunks["num_rows"] * cells["num_tokens"][:, np.newaxis]
+        self._num_frames = -(-chunks["num_rows"] // PLANES)
+        frames_bytes = self._num_frames * PLANES * cells["num_tokens"][:, np.newaxis]
+        self._frames_bytes = np.where(self._is_coded, _rounded(frames_bytes, ALIGNMENT), 0)
+        self._is_fitted = bool(chunks["num_tables"].any())  # distributions of their own
+        needs = _Needs(
+            _rounded(chunks["size"], CODE_ALIGNMENT).sum(axis=1),
+            self._frames_bytes.sum(axis=1),
+            chunks["num_tables"].sum(axis=1) * DECODING_TABLE_BYTES,
+            self._is_coded.sum(axis=1),
+        )
+        self._parts = list(_parts(cells["first_layer"], needs, scratch_bytes))
+        last = self._parts[-1]
+        sizes = last.coded.stop, _rounded(last.status.stop, _POINTER_BYTES)
         self._results, self._on_host = _Results(device, stream, *sizes), _Results(device, None, *sizes)
         self._packed_on_host = code.packed
-        self._packed = device.empty((code.packed.numel(),), stream)
-        self._models, self._rotations = _Made(self._model), _Made(self._rotation)
-        self._models.of(cells[:1], _OF_MODELS)
-        (first,) = self._models.found
-        self._shape, self._dtype = first.shape, first.dtype
-        row_bytes = 8 * (_ANS_FIELDS + _SUM_FIELDS) + self._shape.row_bytes
+        self._packed = device.empty((max(1, code.packed.numel()),), stream)[: code.packed.numel()]
+        self._restores = restores_of(pages, pages.quantiser, cells)
+        row_bytes = self._restores.row_bytes + 8 * (_MOST_FIELDS + _SUM_FIELDS) * chunks.shape[1]
         num_bytes = row_bytes * len(cells) + _TABLES * _POINTER_BYTES * len(self._parts)
         self._pages_bytes = _rounded(code.page_tables.nbytes, _POINTER_BYTES)  # the page tables come first
         num_bytes += self._pages_bytes
@@ -140,8 +152,8 @@ class CodedLoad:
     def begin(self) -> list[Work]:
         """Return what to launch on the stream of copies before any part."""
         page_tables = [x[: self._pages_bytes] for x in (self._tables, self._tables_on_host)]
-        packed = self._memory.copy_of(self._packed_on_host, self._packed)
-        return [packed, partial(copy, *page_tables), self._results.status.zero_]
+        packed = [self._memory.copy_of(self._packed_on_host, self._packed)] if len(self._packed) else []
+        return [*packed, partial(copy, *page_tables), self._results.status.zero_]
 
     def parts(self, layer: int) -> Iterator[Callable[[torch.Tensor], Works]]:
         """Yield the parts without which a layer cannot be read, if they were not yielded for a layer before. A part is
@@ -154,50 +166,57 @@ class CodedLoad:
 
     def num_wrong(self) -> int:
         """Return how many cells did not decode to what was stored, once all is done."""
-        found = digests_of(self._on_host.sums.numpy(), self._sizes)
+        if not self._is_coded.any():
+            return 0
+        found = digests_of(self._on_host.sums.numpy(), self._sizes[self._is_coded])
         status = np.concatenate([self._on_host.status[part.status] for part in self._parts])
-        is_wrong = (status != 0) | (found != self._cells["digest"]).any(axis=1)
-        return int((is_wrong & (self._cells["is_coded"] != 0)).sum())
+        is_wrong = (status != 0) | (found != self._chunks["digest"][self._is_coded]).any(axis=1)
+        return len(np.unique(np.nonzero(self._is_coded)[0][is_wrong]))
 
     # Parts
 
     def _works(self, part: _Part, scratch: torch.Tensor) -> Works:
         """Return the copies and launches that restore a part, and those that check it."""
         of, cells = part.cells, self._cells[part.cells]
-        (begins, sizes, places), code_start = _runs(cells)
-        tokens = cells["num_tokens"]
-        out_start = np.cumsum(self._frames_bytes[of]) - self._frames_bytes[of]
-        integers = (part.frames_at + out_start if part.is_coded else code_start) + scratch.data_ptr()
+        chunks, is_coded = self._chunks[of], self._is_coded[of]
+        (begins, sizes, places), code_start = _runs(chunks.reshape(-1))
+        code_start = code_start.reshape(chunks.shape)
+        out_start = (np.cumsum(self._frames_bytes[of]) - self._frames_bytes[of].reshape(-1)).reshape(chunks.shape)
+        integers = np.where(is_coded, part.frames_at + out_start, code_start) + scratch.data_ptr()
+        packed = cells["packed"] + self._packed.data_ptr()
+        at = Addresses(integers, packed, cells["table"] * _PAGE_BYTES + self._tables.data_ptr())
         tables = [
-            np.stack([code_start, cells["size"], self._num_frames[of], tokens, out_start], axis=1),
-            np.stack([out_start, self._sizes[of]], axis=1),
-            self._klt_rows(cells, integers),
+            self._chunk_rows(of, code_start, out_start)[is_coded],
+            np.stack([out_start, self._sizes[of]], axis=-1)[is_coded],
+            self._restores.rows(cells, at),
         ]
-        copy_tables, (ans, sums, klt) = self._uploaded(of.start, tables)
+        copy_tables, (table, sums, rows) = self._uploaded(of.start, tables)
         copies: list[Work] = [copy_tables, self._memory.copies_of(begins, sizes, scratch, places)]
-        kind = self._shape, self._dtype, min(map(vector_of, np.unique(tokens).tolist())), self._pages.klt_options
-        most = int(tokens.max()), int(cells["num_exact"].max())
-        rows = klt.view(-1).view(torch.uint8)
-        restore = partial(launch_klt, *kind, rows, self._slots, self._pages.geometry.page_size, *most)
-        if not part.is_coded:
+        restore = self._restores.launch(cells, rows, self._slots)
+        if not is_coded.any():
             return Works(copies, [restore])
-        data, out = scratch[: part.frames_at], scratch[part.frames_at :][: part.frames_bytes]
-        decode = partial(ans_decode_table, data, ans, most[0], out, self._results.status[part.status])
-        check = partial(xxh3_sums_table, out, sums, self._results.sums[of])
+        data, rest = scratch[: part.frames_at], scratch[part.frames_at :]
+        out, status, most = rest[: part.frames_bytes], self._results.status[part.status], int(cells["num_tokens"].max())
+        if self._is_fitted:
+            own = rest[part.frames_bytes :][: int(chunks["num_tables"].sum()) * DECODING_TABLE_BYTES].view(torch.int32)
+            decode = partial(fitted_decode_table, data, table, most, self._packed, own, out, status)
+        else:
+            decode = partial(ans_decode_table, data, table, most, out, status)
+        check = partial(xxh3_sums_table, out, sums, self._results.sums[part.coded])
         return Works(copies, [decode, restore], [check])
 
-    def _klt_rows(self, cells: np.ndarray, integers: np.ndarray) -> np.ndarray:
-        fields = {
-            "data": cells["packed"] + self._packed.data_ptr(),
-            "integers": integers,
-            "rotations": self._rotation_addresses(cells),
-            "tokens": cells["num_tokens"],
-            "pages": cells["table"] * _PAGE_BYTES + self._tables.data_ptr(),
-            "exact": cells["num_exact"],
-            "models": self._models.of(cells, _OF_MODELS),
-        }
-        rows: np.ndarray = klt_rows(self._shape, fields, self._models.found)
-        return rows
+    def _chunk_rows(self, of: slice, code_start: np.ndarray, out_start: np.ndarray) -> np.ndarray:
+        """Return what the decoder gets of chunks: the fields of an `AnsChunk` or a `FittedChunk`."""
+        cells, chunks = self._cells[of], self._chunks[of]
+        tokens = np.broadcast_to(cells["num_tokens"][:, np.newaxis], chunks.shape)
+        begin, size = code_start + chunks["skipped"], chunks["size"] - chunks["skipped"]
+        if not self._is_fitted:
+            return np.stack([begin, size, self._num_frames[of], tokens, out_start], axis=-1)
+        rows = chunks["num_rows"] // cells["num_layers"][:, np.newaxis] * PLANES
+        num_tables = chunks["num_tables"]
+        first_table = (np.cumsum(num_tables) - num_tables.reshape(-1)).reshape(chunks.shape)
+        own = chunks["tables"], num_tables, first_table
+        return np.stack([begin, size, rows, tokens, out_start, chunks["num_rows"], *own], axis=-1)
 
     def _uploaded(self, first_cell: int, tables: list[np.ndarray]) -> tuple[Work, list[torch.Tensor]]:
         """Put a part's int64 tables into pinned memory, at the same place each time. Return their copy to the device,
@@ -213,51 +232,6 @@ class CodedLoad:
         all_of = slice(begin, end)
         return partial(copy, self._tables[all_of], self._tables_on_host[all_of]), made
 
-    # What cells have in common
-
-    def _model(
-        self, layer: int, num_layers: int, head: int, num_heads: int, model_layer: int, model_head: int
-    ) -> KltModel:
-        place = CellPlace(
-            range(model_layer, model_layer + num_layers), range(model_head, model_head + num_heads), range(0)
-        )
-        layers, heads = range(layer, layer + num_layers), range(head, head + num_heads)
-        return self._pages.klt_model(self._quantiser, place, layers, heads)
-
-    def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor:
-        assert self._quantiser.profile is not None
-        rotations = self._quantiser.profile.rotations
-        assert rotations is not None
-        return self._pages.rotations_of(rotations, range(first_token, first_token + num_tokens))
-
-    def _rotation_addresses(self, cells: np.ndarray) -> np.ndarray:
-        """Return the address of the rotations of each cell's span; 0 without any."""
-        assert self._quantiser.profile is not None
-        if self._quantiser.profile.rotations is None:
-            return np.zeros(len(cells), dtype=np.int64)
-        which = self._rotations.of(cells, _OF_ROTATIONS)
-        return np.take(np.array([table.data_ptr() for table in self._rotations.found], dtype=np.int64), which)
-
-
-class _Made(Generic[V]):
-    """What several cells share, made once: ``make`` gets a cell's values of some fields. ``found``: all of it."""
-
-    def __init__(self, make: Callable[..., V]) -> None:
-        self._make = make
-        self._numbers: dict[bytes, int] = {}
-        self.found: list[V] = []
-
-    def of(self, cells: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Return where in ``found`` is what each cell has."""
-        values = np.stack([cells[name] for name in names], axis=1)
-        raw, size = values.tobytes(), values.itemsize * len(names)
-        keys = [raw[begin : begin + size] for begin in range(0, len(raw), size)]
-        for key in dict.fromkeys(keys):
-            if key not in self._numbers:
-                self.found.append(self._make(*np.frombuffer(key, dtype=np.int64).tolist()))
-                self._numbers[key] = len(self._numbers)
-        return np.array([self._numbers[key] for key in keys])
-
 
 class _Results:
     """What the kernels say of each cell: on the device, or pinned on the host if ``stream`` is None."""
@@ -269,49 +243,48 @@ class _Results:
         self.sums, self.status = sums.view(torch.int64).view(num_cells, SUMS), status.view(torch.int32)
 
 
-def _parts(cells: np.ndarray, frames_bytes: np.ndarray, scratch_bytes: int) -> Iterator[_Part]:
-    """Cut the cells into parts that fit into scratch memory with their frames.
+def _parts(layers: np.ndarray, needs: _Needs, scratch_bytes: int) -> Iterator[_Part]:
+    """Cut cells into parts that fit into scratch memory with their frames. ``layers``: the first of each cell.
 
     A layer group that fits is not cut. The first part has one, each later one up to twice as many as the one before:
     few launches for a short prompt, whose first layers do not wait for the others.
     """
-    used = np.concatenate([[0], np.cumsum(frames_bytes)])  # bytes of frames, before each cell
-    code = np.concatenate([[0], np.cumsum(_rounded(cells["size"], CODE_ALIGNMENT))])
-    needed = used[1:] + code[1:]
-    is_coded, layers = cells["is_coded"] != 0, cells["first_layer"]
-    of_kinds = np.append(np.flatnonzero(is_coded[1:] != is_coded[:-1]) + 1, len(cells))
-    is_next = (layers[1:] != layers[:-1]) | (is_coded[1:] != is_coded[:-1])
-    groups = np.append(np.flatnonzero(is_next) + 1, len(cells))  # where layer groups end
+    code, frames, needed, coded = (  # before each cell
+        np.concatenate([[0], np.cumsum(each)])
+        for each in (needs.code, needs.frames, needs.code + needs.frames + needs.tables, needs.num_coded)
+    )
+    groups = np.append(np.flatnonzero(layers[1:] != layers[:-1]) + 1, len(layers))  # where layer groups end
     first, most_groups, num_status = 0, 1, 0
-    while first < len(cells):
+    while first < len(layers):
         group = int(np.searchsorted(groups, first, "right"))
-        kind_end = of_kinds[np.searchsorted(of_kinds, first, "right")]
-        end = int(np.searchsorted(needed, scratch_bytes + used[first] + code[first], "right"))  # of what fits
+        end = int(np.searchsorted(needed[1:], scratch_bytes + needed[first], "right"))  # of what fits
         whole = int(np.searchsorted(groups, end, "right"))  # groups that end there
-        last = groups[min(whole - 1, group + most_groups - 1)] if whole > group else min(end, groups[group])
-        end = int(min(last, kind_end))
-        frames = int(used[max(end, first + 1)] - used[first])
-        frames_at = _rounded(int(code[max(end, first + 1)] - code[first]), ALIGNMENT)
-        if end == first:
-            raise UnsupportedError(f"{frames_at + frames} bytes of a cell do not fit into {scratch_bytes} of a part")
-        status = slice(num_status, num_status + end - first)
+        end = int(groups[min(whole - 1, group + most_groups - 1)]) if whole > group else min(end, int(groups[group]))
+        begin, stop = first, max(end, first + 1)
+        frames_at = _rounded(int(code[stop] - code[begin]), ALIGNMENT)
+        if end == begin:
+            num_bytes = frames_at + int((needed - code)[stop] - (needed - code)[begin])
+            raise UnsupportedError(f"{num_bytes} bytes of a cell do not fit into {scratch_bytes} of a part")
+        of_coded = slice(int(coded[begin]), int(coded[stop]))
+        status = slice(num_status, num_status + of_coded.stop - of_coded.start)
         num_status = _rounded(status.stop * _STATUS_BYTES, _POINTER_BYTES) // _STATUS_BYTES
-        yield _Part(int(layers[first]), bool(is_coded[first]), slice(first, end), status, frames_at, frames)
-        first, most_groups = end, 2 * most_groups
+        frames_bytes = int(frames[stop] - frames[begin])
+        yield _Part(int(layers[begin]), slice(begin, stop), of_coded, status, frames_at, frames_bytes)
+        first, most_groups = stop, 2 * most_groups
 
 
-def _runs(cells: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """Return the fewest ranges that bring a part's code to scratch memory, and where each cell's code then begins.
+def _runs(chunks: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Return the fewest ranges that bring a part's code to scratch memory, and where each chunk's code then begins.
 
-    Of a range: where it begins in shared memory, its bytes, and where it goes. A part's cells lie together in a region;
-    those that are held in memory lie together span by span.
+    Of a range: where it begins in shared memory, its bytes, and where it goes. A part's chunks lie together in a
+    region; those that are held in memory lie together span by span.
     """
-    order = np.argsort(cells["start"], kind="stable")
-    starts, sizes = cells["start"][order], cells["size"][order]
+    order = np.argsort(chunks["start"], kind="stable")
+    starts, sizes = chunks["start"][order], chunks["size"][order]
     rooms = _rounded(sizes, CODE_ALIGNMENT)
     places = np.cumsum(rooms) - rooms
     first = np.concatenate([[0], np.flatnonzero(starts[1:] != (starts + rooms)[:-1]) + 1])
-    last = np.append(first[1:], len(cells)) - 1
+    last = np.append(first[1:], len(chunks)) - 1
     ends, code_start = (starts + sizes)[last], np.empty_like(places)
     code_start[order] = places
     return (starts[first], ends - starts[first], places[first]), code_start
@@ -469,8 +442,8 @@ class GpuLoader(Loader):
         begins = np.array([x.data_ptr() - memory.whole.data_ptr() for x in tensors])
         ends = begins + [x.nbytes for x in tensors]
         if staged.code is not None:
-            cells = staged.code.cells
-            begins, ends = np.append(begins, cells["start"]), np.append(ends, cells["start"] + cells["size"])
+            starts, sizes = (staged.code.chunks[name].reshape(-1) for name in ("start", "size"))
+            begins, ends = np.append(begins, starts), np.append(ends, starts + sizes)
         self._pins.submit(memory.pin_all, begins, ends)
 
     def _pin_next(self, memory: PinnedMemory, numbers: Iterator[int]) -> None:

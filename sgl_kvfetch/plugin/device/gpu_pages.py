@@ -39,6 +39,7 @@ from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import consecutive_runs
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInput
+from sgl_kvfetch.triton_kernels.restore_exact import ExactShape, exact_shape, fault_on_gpu as fault_of_exact
 from sgl_kvfetch.triton_kernels.restore_klt import EXACT, OPTIONS, KltModel, KltShape, klt_shape
 from sgl_kvfetch.triton_kernels.runtime import uploaded
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -473,6 +474,7 @@ class CudaPages(SlotPages):
     """
 
     device: Device
+    exact_shape: ExactShape  # of cells of `exact`, once they are prepared
 
     def __init__(
         self,
@@ -554,9 +556,16 @@ class CudaPages(SlotPages):
         return [self._buffers[tensor][layer] for tensor in TENSORS]
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
-        """Do as `SlotPages.prepare` says. Cells of a kind that is new are restored once, and compared with the CPU."""
+        """Do as `SlotPages.prepare` says. Cells of a kind that is new are restored once, and compared with the CPU.
+        Raises UnsupportedError if they differ."""
         self.quantiser = quantiser
         if not quantiser.gpu_restores:
+            return
+        if quantiser.is_lossless:
+            everything = range(self.geometry.num_layers), range(self.geometry.num_heads)
+            self.exact_shape = exact_shape(*self.outputs(*everything), quantiser.cell_layers)
+            self.device.launch(self._uploads, self._try_exact)
+            self.device.mark(self._uploads).synchronize()
             return
         first, *others = places
         inverse = self._inverse(quantiser, first)
@@ -580,6 +589,12 @@ class CudaPages(SlotPages):
             self.klt_options, about = choose_options(shape, dtype, coefficients, self.device.torch_device)
             logger.info("kvfetch: %s", about)
 
+    def _try_exact(self) -> None:
+        """Raises UnsupportedError if `exact` is not restored bit for bit."""
+        where = self.device.torch_device
+        if where.type == "cuda" and (fault := fault_of_exact(where, self.exact_shape)):
+            raise UnsupportedError(f"restore_exact: {fault}")
+
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> TransformInverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
         key = quantiser, place.layers, place.heads
@@ -595,7 +610,7 @@ class CudaPages(SlotPages):
         key = layers, heads
         of_quantiser, model = self._models.get(key, (None, None))
         if of_quantiser is not quantiser or model is None:
-            model = self._make_model(quantiser, place, *self._outputs(layers, heads))
+            model = self._make_model(quantiser, place, *self.outputs(layers, heads))
             self._models[key] = quantiser, model
         return model
 
@@ -638,7 +653,7 @@ class CudaPages(SlotPages):
     def _rotation(self, table: Callable[[int, int], torch.Tensor], first_token: int, num_tokens: int) -> torch.Tensor:
         return self._rotating.submit(table, first_token, num_tokens).result()
 
-    def _outputs(self, layers: range, heads: range) -> CellOutputs:
+    def outputs(self, layers: range, heads: range) -> CellOutputs:
         """Return K's and V's buffers of some layers, reduced to some heads, both counted from the pool's first."""
         key = layers, heads
         if key not in self._outputs_of:
@@ -660,7 +675,7 @@ class CudaPages(SlotPages):
             first_head = cells[0].place.heads.start if cells else place.heads.start
             layers = range(place.layers.start - self.first_layer, place.layers.stop - self.first_layer)
             heads = range(place.heads.start - first_head, place.heads.stop - first_head)
-            cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
+            cells.append(PoolCell(place, layers, heads, self.outputs(layers, heads)))
         self._klt_reads, result = open_klt_reads(self.device, self._reads, quantiser, cells)
         logger.info("kvfetch: %s", result)
         metrics.LEFT_TO_CPU.labels("quantise").set(self._klt_reads is None and not why_no_gpu())

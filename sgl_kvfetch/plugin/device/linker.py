@@ -138,7 +138,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._loader.prepare,
         )
         # Of `klt` alone, a GPU takes what is kept.
-        cache_bytes = config.memory_cache * (config.quantiser_name == "klt")
+        cache_bytes = config.memory_cache * (config.quantiser_name in ("klt", "exact"))
         self._loader.restores_code = True
         self._loader.attach(plane.memory, cache_bytes)
         self._offloads.connect(plane, access)

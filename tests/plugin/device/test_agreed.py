@@ -175,10 +175,11 @@ def lose_levels(folder: Path, but: set[Path]) -> None:
 LEVELS = {"count": 3, "max_kl": 10}
 
 
-@pytest.fixture(params=["klt", "windows"])
+@pytest.fixture(params=["klt", "exact", "windows"])
 def pair(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """Two ranks whose store has all prompts. With `klt`, the cells of the first are coded; those of the second are in
-    levels, of which one rank has lost some; those of the third are coded on one rank alone."""
+    levels, of which one rank has lost some; those of the third are coded on one rank alone. With `exact`, the first are
+    coded, the second are values, and the third are either."""
     use_small_model(monkeypatch, num_heads=1)  # the interpreter takes milliseconds for each
     monkeypatch.setattr(quantiser, "SPAN_TOKENS", 4 * PAGE)
     monkeypatch.setattr(client, "Tolerance", partial(Tolerance, within_s=600))
@@ -187,6 +188,9 @@ def pair(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
     kinds: list[list[dict[str, Any]]] = [[{}] * len(PROMPTS)] * 2
     if request.param == "windows":
         common["window"] = WINDOW
+    elif request.param == "exact":
+        common["following"] = "packed"
+        kinds = [[{"codec": "ans"}, {"codec": "zstd"}, {"codec": codec}] for codec in ("ans", "zstd")]
     else:
         common |= {"quantiser": make_quantiser(num_heads=1), "following": "packed"}
         levels = {"codec": "ans", "levels": LEVELS}

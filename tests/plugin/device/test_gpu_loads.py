@@ -173,14 +173,14 @@ def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(
 
 
 def staged_code(rig: Rig, tokens: list[int]) -> Any:
-    """Return the cells of a prompt as they are staged for a request that then leaves."""
+    """Return the only chunks of a prompt's cells as they are staged for a request that then leaves."""
     request = rig.arrive_staged(tokens)
     code = rig.linker.prefixes._prefixes[request.rid].state.values.code
     assert code is not None
-    cells = code.cells.copy()
+    chunks = code.chunks[:, 0].copy()
     rig.linker.prefixes.leave(request.rid)
     rig.hear_plane()
-    return cells
+    return chunks
 
 
 @pytest.mark.parametrize("name", ["klt", "exact"])
@@ -669,7 +669,7 @@ def test_after_two_loads_in_a_row_have_failed_prompts_come_as_values(
     assert rig.linker._loader.restores_code
 
 
-def test_values_of_other_quantisers_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 1 << 10)
     tokens = prompt(0)
     make(num_layers=LAYERS).stored(tokens)

@@ -101,11 +101,11 @@ def memory_of(rig: Rig) -> MemoryCache:
 
 
 def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
-    """Return a request that waits for admission, and the cells that it has."""
+    """Return a request that waits for admission, and the chunks of its cells."""
     request = rig.arrive_staged(tokens)
     code = rig.linker.prefixes._prefixes[request.rid].state.values.code
     assert code is not None
-    return request, code.cells
+    return request, code.chunks
 
 
 def left(rig: Rig, request: Request) -> None:
@@ -113,9 +113,9 @@ def left(rig: Rig, request: Request) -> None:
     rig.hear_plane()
 
 
-def is_in_memory(rig: Rig, cells: np.ndarray) -> np.ndarray:
-    """Return which cells lie in the cache."""
-    found: np.ndarray = cells["start"] >= rig.service._prompts.room.num_bytes
+def is_in_memory(rig: Rig, chunks: np.ndarray) -> np.ndarray:
+    """Return which chunks lie in the cache."""
+    found: np.ndarray = chunks["start"] >= rig.service._prompts.room.num_bytes
     return found
 
 
@@ -136,18 +136,18 @@ def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_chec
     assert (work["copied"], work["verified"]) == (0, 16)  # two layer groups and two heads of four spans
     assert work["read"] == metrics.WIRE_BYTES.labels("read")._value.get() - read_before > 0
     rig.evict()
-    cells: list[np.ndarray] = []
+    chunks: list[np.ndarray] = []
     for _ in range(2):
         work.clear()
         hits_before = metrics.MEMORY_CACHE_READ_BYTES._value.get()
         request, here = staged(rig)
-        cells.append(here.copy())
+        chunks.append(here.copy())
         assert is_in_memory(rig, here).all()
         assert rig.admit(request) == [len(TOKENS)]
         rig.evict()
         assert not work
         assert metrics.MEMORY_CACHE_READ_BYTES._value.get() - hits_before > here["size"].sum()
-    assert np.array_equal(cells[0]["start"], cells[1]["start"])
+    assert np.array_equal(chunks[0]["start"], chunks[1]["start"])
     assert_equal(loaded(rig, TOKENS), expected)
     assert_nothing_held(rig)
 
@@ -173,22 +173,24 @@ def test_what_does_not_fit_is_loaded_from_staging(
 ) -> None:
     expected = written(make, quantiser=quantiser)
     whole = reader(make, quantiser=quantiser)
-    _, cells = staged(whole)
-    rig = reader(make, f"{int(cells['size'].sum() * 0.8)}B", quantiser=quantiser)
+    _, chunks = staged(whole)
+    rig = reader(make, f"{int(chunks['size'].sum() * 0.8)}B", quantiser=quantiser)
     copies = list[int]()
     runs = gpu_loads._runs
 
-    def count_runs(cells: np.ndarray) -> Any:
-        found = runs(cells)
+    def count_runs(chunks: np.ndarray) -> Any:
+        found = runs(chunks)
         copies.append(len(found[0][0]))
         return found
 
     monkeypatch.setattr(gpu_loads, "_runs", count_runs)
     for _ in range(2):
-        request, cells = staged(rig)
-        is_here = is_in_memory(rig, cells)
-        assert 0 < is_here.sum() < len(cells)
-        assert set(is_here[cells["first_token"] == 0]) == {True}
+        request, chunks = staged(rig)
+        is_here = is_in_memory(rig, chunks)
+        assert 0 < is_here.sum() < len(chunks)
+        code = rig.linker.prefixes._prefixes[request.rid].state.values.code
+        assert code is not None
+        assert is_here[code.cells["first_token"] == 0].all()
         left(rig, request)
         assert_equal(loaded(rig, TOKENS), expected)
         rig.evict()
@@ -203,10 +205,10 @@ def test_what_is_held_is_not_evicted(make: MakeRig, quantiser: KltQuantiser) -> 
     others = [prompt(seed, NUM_PAGES) for seed in range(1, 4)]
     expected = [written(make, tokens, quantiser=quantiser) for tokens in (TOKENS, *others)]
     whole = reader(make, quantiser=quantiser)
-    _, cells = staged(whole)
-    rig = reader(make, f"{int(cells['size'].sum() * 1.5)}B", quantiser=quantiser)
-    request, cells = staged(rig)
-    assert is_in_memory(rig, cells).all()
+    _, chunks = staged(whole)
+    rig = reader(make, f"{int(chunks['size'].sum() * 1.5)}B", quantiser=quantiser)
+    request, chunks = staged(rig)
+    assert is_in_memory(rig, chunks).all()
     for tokens, theirs in zip(others, expected[1:], strict=True):
         assert_equal(loaded(rig, tokens), theirs)
     assert rig.admit(request) == [len(TOKENS)]
@@ -225,8 +227,8 @@ def test_a_request_that_leaves_lets_go(make: MakeRig, quantiser: KltQuantiser) -
     left(rig, request)
     assert_nothing_held(rig)
     for tokens in others:
-        request, cells = staged(rig, tokens)
-        assert is_in_memory(rig, cells).any()
+        request, chunks = staged(rig, tokens)
+        assert is_in_memory(rig, chunks).any()
         left(rig, request)
     assert_nothing_held(rig)
 
@@ -241,12 +243,12 @@ def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(
     rig.settle(lambda: rig.store.reads.num_waiting > 0)
     left(rig, request)
     rig.store.reads.is_open = True
+    rig.settle(lambda: not memory_of(rig)._used_bytes)
     assert_nothing_held(rig)
-    assert not memory_of(rig)._used_bytes
     assert_equal(loaded(rig, TOKENS), expected)
     rig.evict()
-    _, cells = staged(rig)
-    assert is_in_memory(rig, cells).all()
+    _, chunks = staged(rig)
+    assert is_in_memory(rig, chunks).all()
 
 
 def test_emptied_caches_lose_what_is_in_memory_but_not_what_is_held(
@@ -277,8 +279,8 @@ def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
     for _ in range(2):
         rig.evict()
         work.clear()
-        request, cells = staged(rig)
-        assert not is_in_memory(rig, cells).any()
+        request, chunks = staged(rig)
+        assert not is_in_memory(rig, chunks).any()
         assert work == Counter(verified=16)
         assert rig.admit(request) == [len(TOKENS)]
     rig.evict()
