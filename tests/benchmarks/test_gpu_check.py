@@ -229,7 +229,7 @@ def test_a_matrix_product_beside_decoding(record: Record) -> None:
 
 def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_pool.install_if_missing()
-    from sgl_kvfetch.plugin.device import gpu_loads
+    from sgl_kvfetch.plugin.device import gpu_restores
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
     from sgl_kvfetch.plugin.device.gpu_pages import CudaRun
 
@@ -272,7 +272,7 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     assert values["gb_a_second"] > 0
 
     monkeypatch.setattr(passes, "PASS_SECONDS", ())
-    monkeypatch.setattr(gpu_loads, "launch_klt", lambda *args: None)
+    monkeypatch.setattr(gpu_restores, "launch_klt", lambda *args: None)
     monkeypatch.setattr(GpuLoader, "_copy_values", lambda *args: iter(()))
     monkeypatch.setattr(CudaRun, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16))
     loads.measure(record, model, num_tokens, device, device.forward, make_pass)

@@ -45,10 +45,10 @@ def test_data_plane(run: Run) -> None:
         "--security",
         "none",
         "tls",
-        "signed",
+        "encrypted",
     ]
     rows = run(data_plane.main, *args)["codecs"]
-    assert {row["security"] for row in rows} == {"none", "tls", "signed"}
+    assert {row["security"] for row in rows} == {"none", "tls", "encrypted"}
     for row in rows:
         assert row["raw_gb"] == pytest.approx(2 * 128 * 6 * 8 * 128 * 2 * 2 / 1e9)
         assert 0 < row["wire_gb"] < row["raw_gb"]

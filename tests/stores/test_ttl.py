@@ -196,11 +196,14 @@ async def test_a_catalog_that_is_made_anew_knows_the_expiry(tmp_path: Path, late
 
 
 @pytest.fixture(params=["server", "bucket"])
-async def client(request: pytest.FixtureRequest, server: RunningServer, s3: S3Server) -> AsyncIterator[StoreClient]:
+async def client(
+    request: pytest.FixtureRequest, server: RunningServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[StoreClient]:
     """What a server with ``ttl_s`` in its config reads and writes with."""
     urls = {"server": server.url, "bucket": URL}
     fields: dict[str, Any] = {"store": urls[request.param], "codec": "zstd", "ttl_s": TTL_S}
-    fields["token"] = "w" if request.param == "server" else None
+    if request.param == "server":
+        monkeypatch.setenv("KVFETCH_TOKEN", "w")
     fields["s3"] = {**s3.config} if request.param == "bucket" else None
     config = KVFetchConfig.model_validate(fields)
     client = open_client(config, head_slice(NAMESPACE.model), make_quantiser("exact"))

@@ -159,7 +159,7 @@ def load_of_a_coded_prompt() -> None:
     for buffer, _ in buffers:
         buffer.fill_(torch.nan)
     slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
-    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=8 << 10)
+    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=6 << 10)
     assert num_parts > 2
     assert not num_wrong
     for buffer, expected in buffers:

@@ -159,7 +159,18 @@ def test_flat_frames_begin_with_the_integers() -> None:
     assert not layout.begins_with((9, 63))
     assert not RegionLayout(width=128, height=1, token_rows=1, token_cols=64).begins_with((9, 64))
     assert not region_layout(9, 64).begins_with((9, 64))
-    assert not tile_layout(2, 64, 9, FLAT).begins_with((9, 3, 2, 64))
+
+
+def test_flat_frames_of_tiles_begin_with_a_tokens_integers() -> None:
+    """Of as many layers as a picture has planes, they are all the integers in their order."""
+    layout = tile_layout(2, 64, 9, FLAT)
+    for num_layers in (1, 2, 3):
+        integers = torch.randint(256, (9, num_layers, 2, 64), dtype=torch.uint8)
+        frames = layout.to_frames(integers).flatten(1)
+        assert layout.each_begins_with(tuple(integers.shape))
+        assert torch.equal(frames[:, : num_layers * 2 * 64], integers.flatten(1))
+        assert layout.begins_with(tuple(integers.shape)) is (num_layers == 3)
+    assert not layout.each_begins_with((9, 3, 2, 32))
 
 
 def test_regions_that_hold_too_little_are_refused() -> None:
