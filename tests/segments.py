@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from harness.small_segments import put_segment
+from sgl_kvfetch.codec.container.objects import Side
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -102,6 +103,12 @@ def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tenso
         for whole, part in zip(restored.cell(place.layers, place.heads), back, strict=True):
             whole.copy_(part)
     return dict(zip(TENSORS, restored, strict=True))
+
+
+def with_side(segment: CodedSegment, side: Side, data: bytes) -> CodedSegment:
+    """Return the segment with one more object of side pages."""
+    manifest = msgspec.structs.replace(segment.manifest, sides=(*segment.manifest.sides, side))
+    return replace(segment, manifest=manifest, side_data=(*segment.side_data, data))
 
 
 def with_labels(segment: CodedSegment, labels: Labels) -> CodedSegment:

@@ -26,9 +26,8 @@ import numpy as np
 import torch
 import xxhash
 
-from sgl_kvfetch.codec import PLANES, Device, why_no_gpu
+from sgl_kvfetch.codec import CLASS_LANES, PLANES, Device, why_no_gpu
 from sgl_kvfetch.codec.bitstream.ans import (
-    CLASS_LANES,
     CLASS_TABLE,
     DISTRIBUTION_BYTES,
     ESCAPE,

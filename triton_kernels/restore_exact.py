@@ -24,6 +24,7 @@ from sgl_kvfetch.codec.quant.base import to_planes
 from sgl_kvfetch.triton_kernels.ans import DECODING_TABLE_BYTES, FittedChunk, fitted_decode_table
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
+    INTEGERS,
     jit,
     next_power_of_2,
     on_device,
@@ -31,7 +32,6 @@ from sgl_kvfetch.triton_kernels.runtime import (
     slots_of,
     table_on,
     tl,
-    triton,
 )
 
 ALIGNMENT = 16  # of planes in memory, in bytes
@@ -131,14 +131,10 @@ def launch_exact(
             K=shape.k,
             V=shape.v,
             F=_fields(shape.itemsize),
-            DTYPE=_INTEGERS[shape.itemsize],
+            DTYPE=INTEGERS[shape.itemsize],
             TOKENS=_TOKENS,
             **COMPILE_OPTIONS,
         )
-
-
-if triton is not None:
-    _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}  # by bytes
 
 
 @jit
@@ -173,6 +169,7 @@ def restore_exact_kernel(
     b_slot = slots_of(p_row, p_slots, num_slots, o_token, o_token < num_tokens, page_size, F)
     o_row = (o_token * num_layers + i_layer) * num_heads + i_head
     p_output = tl.load(p_row + F.outputs + i_output).to(tl.pointer_type(DTYPE))
+    # Two calls, since dims and strides are constants, and those of K and V may differ.
     if is_k:
         _join(p_row + F.planes, p_output, b_slot, o_row, i_head, K, ITEMSIZE, ALIGN)
     else:
@@ -196,6 +193,7 @@ def _join(
     m_value = (b_slot >= 0)[:, None] & (o_dim < H.dim)[None, :]
     o_value = (o_row * H.dim)[:, None] + o_dim[None, :]
     b_value = tl.zeros((b_slot.shape[0], BLOCK), dtype=tl.uint32)
+    # A table can name planes at any multiple of 16: the compiler must be told, or it loads byte by byte.
     for i_plane in tl.static_range(ITEMSIZE):
         p_plane = tl.multiple_of(tl.load(p_planes + i_plane).to(tl.pointer_type(tl.uint8)), 16)
         b_value |= tl.load(p_plane + o_value, mask=m_value, other=0).to(tl.uint32) << (8 * i_plane)
@@ -234,7 +232,7 @@ def fault_on_gpu(device: torch.device, shape: ExactShape | None = None) -> str:
     generator, dtype = torch.Generator().manual_seed(0), _STORED[shape.itemsize]
     num_slots = _TRIAL_TOKENS + _SPARE_SLOTS
     slots = torch.randperm(num_slots, generator=generator)[:_TRIAL_TOKENS]
-    slots[1] = -1
+    slots[1] = -1  # a token that is not loaded: its values must go nowhere
     is_there, planes, expected, buffers = slots >= 0, list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for side in (shape.k, shape.v):
         size = _TRIAL_TOKENS, shape.layers, 1, side.dim * shape.itemsize

@@ -23,6 +23,7 @@ from sgl_kvfetch.codec.quant.base import from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     FP8_MANTISSA,
+    INTEGERS,
     INTERPRETED,
     STORED,
     jit,
@@ -35,7 +36,6 @@ from sgl_kvfetch.triton_kernels.runtime import (
     slots_of,
     stored_values,
     tl,
-    triton,
     use_kernels,
 )
 
@@ -416,13 +416,9 @@ def launch_klt(
         )
         if most_exact:
             exact_tokens_kernel[(num_cells * most_exact,)](
-                table, slots, slots.numel(), page_size, most_exact, **common, DTYPE=_INTEGERS[dtype.itemsize],
+                table, slots, slots.numel(), page_size, most_exact, **common, DTYPE=INTEGERS[dtype.itemsize],
                 ITEMSIZE=dtype.itemsize, **COMPILE_OPTIONS,
             )  # fmt: skip
-
-
-if triton is not None:
-    _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}  # by bytes
 
 
 @jit

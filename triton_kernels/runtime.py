@@ -170,6 +170,7 @@ def next_power_of_2(n: int) -> int:
 
 if triton is not None:
     TRUNCATES = tl.constexpr(INTERPRETED)
+INTEGERS = {} if triton is None else {1: tl.int8, 2: tl.int16, 4: tl.int32}  # by bytes
 
 
 @jit

@@ -1,4 +1,4 @@
-from .bitstream.ans import read_tables as read_tables
+from .bitstream.ans import CLASS_LANES as CLASS_LANES, read_tables as read_tables
 from .bitstream.base import Decoders as Decoders, require_writable as require_writable
 from .bitstream.registry import CODECS as CODECS
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from sgl_kvfetch.codec import TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, pack, read_tables
+from sgl_kvfetch.codec import CLASS_LANES, TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, pack, read_tables
 from sgl_kvfetch.codec.container.reader import cell_place
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.fetch.fetcher import Destination, Keep
@@ -29,7 +29,6 @@ from sgl_kvfetch.protocol.arena import CELL, CHUNK
 CODEC, _FITTED = "ans", "ans-tables"  # that GPUs decode
 _RAW = "raw"
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
-_GATHERED = 8  # a GPU decodes so many neighbouring integers of `ans-tables` together
 
 
 def gpu_restores(sources: Sequence[PageSource]) -> bool:
@@ -125,7 +124,7 @@ def _span_rows(reader: SegmentReader, span: int) -> _SpanRows:
         codecs = np.array([each.row.codec for each in laid_out]).reshape(chunks.shape)
         digests = np.frombuffer(b"".join(each.row.decoded_checksum for each in laid_out), dtype=np.uint8)
         chunks["num_rows"] = num_integers // rows["num_tokens"][:, np.newaxis]
-        is_fitted = (codecs == _FITTED) & (chunks["num_rows"] % _GATHERED == 0)
+        is_fitted = (codecs == _FITTED) & (chunks["num_rows"] % CLASS_LANES == 0)
         is_coded = is_in_order & ((codecs == CODEC) | is_fitted) & (num_integers >= _LEAST_INTEGERS)
         stays = is_coded | (is_in_order & (codecs == _RAW))
         chunks["is_coded"], chunks["num_tables"] = is_coded, is_coded & is_fitted

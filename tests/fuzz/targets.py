@@ -48,7 +48,7 @@ from sgl_kvfetch.stores.notes import ListedProfile, ProfileHeader, open_sealed, 
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
-from tests.segments import make_segment
+from tests.segments import make_segment, with_side
 
 Target = Callable[[bytes], object]
 KEYS = StoreKeys(b"k" * 32)
@@ -87,7 +87,7 @@ def segments_by_kind() -> list[CodedSegment]:
         make_segment(TINY, 4, codec=codec, quantiser=make_quantiser(quantiser))[0]  # type: ignore[arg-type]
         for codec, quantiser in (("ans", "exact"), ("hevc", "uint8"), ("zstd", "uint8"), ("deflate", "exact"))
     ]
-    return [each.with_side(*encode_side(sides)) for each in made]
+    return [with_side(each, *encode_side(sides)) for each in made]
 
 
 def segments(data: bytes) -> None:

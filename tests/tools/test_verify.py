@@ -18,7 +18,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier, _lines
-from tests.segments import as_newer, make_segment, using
+from tests.segments import as_newer, make_segment, using, with_side
 from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json, put, unchanged
 
 
@@ -77,7 +77,7 @@ def test_a_damaged_profile_is_counted() -> None:
 
 def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {(f"pool{n}", page): torch.full((3000,), n, dtype=torch.uint8) for n in range(9) for page in range(4)}
-    segment = make_segment()[0].with_side(*encode_side(pages))
+    segment = with_side(make_segment()[0], *encode_side(pages))
     put(tmp_path, segment)
     (side,) = segment.manifest.sides
     path = tmp_path / segment.manifest.data_name(side)

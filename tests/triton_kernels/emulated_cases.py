@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -39,6 +39,9 @@ from tests.triton_kernels import (
 from tests.triton_kernels.cases import NUM_SLOTS
 from tests.triton_kernels.emulation import Emulator
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
+
+if TYPE_CHECKING:  # it puts stand-ins in the place of SGLang
+    from tests.triton_kernels.coded_load import CodedPrompt
 
 KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, exact=(0, 32))
 
@@ -137,6 +140,22 @@ def quantise_klt() -> None:
             quantising.assert_as_the_quantiser(quantiser, CellValues(*(x.to(dtype) for x in values)), place)
 
 
+def loaded_in_parts(prompt: CodedPrompt, scratch_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Load a prompt of 12 pages of 4 tokens without its first page, in more than two parts, into scattered slots. Yield
+    each buffer, and what it should hold: NaN where nothing is loaded."""
+    buffers = [(x, prompt.values[t][4:, i]) for t, layers in prompt.buffers.items() for i, x in enumerate(layers)]
+    for buffer, _ in buffers:
+        buffer.fill_(torch.nan)
+    slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
+    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=scratch_bytes)
+    assert num_parts > 2
+    assert not num_wrong
+    for buffer, expected in buffers:
+        whole = torch.full_like(buffer, torch.nan)
+        whole[slots] = expected
+        yield buffer, whole
+
+
 def load_of_a_coded_prompt() -> None:
     """In parts, of two layer groups and two spans, with tokens that are kept exact, and without its first page. Its
     first span is staged as integers."""
@@ -155,16 +174,7 @@ def load_of_a_coded_prompt() -> None:
             codec="zstd",
             values={"k": values.k.bfloat16(), "v": values.v.bfloat16()},
         )
-    buffers = [(x, prompt.values[t][4:, i]) for t, layers in prompt.buffers.items() for i, x in enumerate(layers)]
-    for buffer, _ in buffers:
-        buffer.fill_(torch.nan)
-    slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
-    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=6 << 10)
-    assert num_parts > 2
-    assert not num_wrong
-    for buffer, expected in buffers:
-        whole = torch.full_like(buffer, torch.nan)
-        whole[slots] = expected
+    for buffer, whole in loaded_in_parts(prompt, scratch_bytes=6 << 10):
         torch.testing.assert_close(buffer, whole, rtol=2.0**-7, atol=1e-5, equal_nan=True)
 
 
@@ -175,16 +185,7 @@ def load_of_an_exact_prompt() -> None:
 
     geometry = KVGeometry(4, 2, 16, 16, page_size=4, dtype="bfloat16")
     prompt = CodedPrompt(make_quantiser("exact"), geometry, segment_pages=(8, 4), codec="zstd")
-    buffers = [(x, prompt.values[t][4:, i]) for t, layers in prompt.buffers.items() for i, x in enumerate(layers)]
-    for buffer, _ in buffers:
-        buffer.fill_(torch.nan)
-    slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
-    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=32 << 10)
-    assert num_parts > 2
-    assert not num_wrong
-    for buffer, expected in buffers:
-        whole = torch.full_like(buffer, torch.nan)
-        whole[slots] = expected
+    for buffer, whole in loaded_in_parts(prompt, scratch_bytes=32 << 10):
         assert torch.equal(buffer.view(torch.int16), whole.view(torch.int16))
 
 

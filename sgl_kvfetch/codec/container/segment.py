@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -167,11 +167,6 @@ class CodedSegment:
         """Yield names and contents. Variants with identical data share an object."""
         objects = zip(self.manifest.data, self.contents, strict=True)
         yield from {self.manifest.data_name(each): data for each, data in objects}.items()
-
-    def with_side(self, side: Side, data: bytes) -> CodedSegment:
-        """Return the segment with one more object of side pages."""
-        manifest = msgspec.structs.replace(self.manifest, sides=(*self.manifest.sides, side))
-        return replace(self, manifest=manifest, side_data=(*self.side_data, data))
 
 
 @dataclass(frozen=True, slots=True)

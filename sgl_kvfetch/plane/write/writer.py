@@ -207,7 +207,8 @@ class Writer:
             self._loop.call_later(_REST_S + _TIMER_SLACK_S, self._rest)
             self.on_settled(num_pages, is_lost)
         if coded is not None and num_pages < self._spec.span_pages:
-            await self._join(self._tails.add(coded.joined()))
+            tail = await self._run(coded.joined)  # a copy, of up to 90 MB: not on the event loop
+            await self._join(self._tails.add(tail))
 
     @asynccontextmanager
     async def _turn(self, segment: PageBatch) -> AsyncIterator[None]:

@@ -22,13 +22,13 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_iden
 from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.plain import plain_segment
-from tests.segments import SMALL, make_heads, make_segment, page_hashes
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_side
 
 OLD, NEW = StoreKeys(b"o" * 32), StoreKeys(b"n" * 32, b"o" * 32)
 KEYS = StoreKeys(b"k" * 32)
 (KEY,) = KEYS.ids
 SIDES = {("swa", 2): torch.arange(100, dtype=torch.uint8), ("mamba", 3): torch.ones(300, dtype=torch.uint8)}
-PLAIN = make_segment(codec="hevc")[0].with_side(*encode_side(SIDES))
+PLAIN = with_side(make_segment(codec="hevc")[0], *encode_side(SIDES))
 SEGMENT = secure_segment(PLAIN, KEYS)
 
 

@@ -22,7 +22,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
-from tests.segments import SMALL, make_heads, make_segment, page_hashes
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_side
 
 SPAN = 8
 
@@ -92,7 +92,7 @@ def test_side_pages_come_along() -> None:
     quantiser = make_quantiser("exact")
     left, right = pieces_of(quantiser, (4, 4))
     left, right = (
-        x.with_side(*encode_side({("window", page): torch.full((40,), value, dtype=torch.uint8)}))
+        with_side(x, *encode_side({("window", page): torch.full((40,), value, dtype=torch.uint8)}))
         for x, page, value in ((left, 3, 1), (right, 2, 2))
     )
     joined = join_segments(spec_of(quantiser), [left, right]).joined()

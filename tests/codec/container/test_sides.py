@@ -18,7 +18,7 @@ from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import SideKey
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
-from tests.segments import make_segment
+from tests.segments import make_segment, with_side
 
 LARGE = SIDE_CHUNK_BYTES + 1000  # bytes: two chunks
 
@@ -35,7 +35,7 @@ PAGES: dict[SideKey, torch.Tensor] = {
 
 
 def with_sides(segment: CodedSegment, pages: dict[SideKey, torch.Tensor]) -> CodedSegment:
-    return segment.with_side(*encode_side(pages))
+    return with_side(segment, *encode_side(pages))
 
 
 def contents(segment: CodedSegment) -> dict[SideKey, bytes]:
