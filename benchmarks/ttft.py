@@ -10,7 +10,7 @@ stored prompts over a link of limited speed, and its caches are flushed between 
 * raw reuse: the unchanged KV cache, 16 bits per value, with the same client;
 * raw or computed: the same, but `recompute` may choose to compute instead;
 * CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. CacheGen's own arithmetic coder takes
-  fewer bytes, but needs a GPU: see docs/bits.md;
+  fewer bytes, but needs a GPU: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
 * ours: `klt` at its default target, as servers write it. `recompute` may choose to compute instead;
 * ours (always fetched): as ours, but it never computes instead.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,15 @@ _PAGES = {
     "encode": "adaptive.md",
     **dict.fromkeys(("gc", "clear", "pin"), "retention.md"),
 }
-_SHARED_BY = 3  # commands, from which on an option is described once
 _HEAD = """\
-# The command line
+# Commands
 
-STORE is a URL or a directory, and STORE#PREFIX is a part of a store. Commands that report something have `--json`, \
-whose fields are listed. The exit code is 0, or 1 if the command found what its text names, or 2 if it could not work: \
-then one line on stderr says why. `python -m harness.commands_page` wrote this page from each command's `--help`.
-"""
-_SHARED = """
-## Options of several commands
+What each command is for. Its `--help` explains it in full: what it does, each option with its default, the fields of \
+`--json`, and its exit codes.
+
+STORE is http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory. STORE#PREFIX is a part of \
+it, where PREFIX is the start of object names, such as a namespace. Exit codes are 0, 1 if the command found what its \
+help names, and 2 if it could not work: then one line on stderr says why.
 """
 _ENVIRONMENT = """
 ## The environment
@@ -63,23 +61,18 @@ _ENVIRONMENT = """
 
 
 def page() -> str:
-    """Return the page: a table of commands by task, each command's help, and the options that several have."""
+    """Return the page: the commands by task, each with what it is for, examples and the names of its options."""
     assert set(COMMANDS) == set(chain.from_iterable(_GROUPS.values())), "each command belongs to one group"
-    commands = {name: _command(name) for names in _GROUPS.values() for name in names}
-    uses = Counter(chain.from_iterable(set(_options(command)) for command in commands.values()))
-    shared = {item for item, count in uses.items() if count >= _SHARED_BY}
     lines = [_HEAD]
     for group, names in _GROUPS.items():
-        lines += [f"**{group}**\n", "| command | |", "|---|---|"]
-        lines += [f"| [`{name}`](#kvfetch-{name}) | {COMMANDS[name]}{_more(name)} |" for name in names]
-        lines.append("")
-    for name, command in commands.items():
-        lines += _section(name, command, shared)
-    return "\n".join([*lines, _SHARED, *sorted(shared), _ENVIRONMENT])
+        lines.append(f"## {group}\n")
+        for name in names:
+            lines += _section(name, _command(name))
+    return "\n".join([*lines, f"{_ENVIRONMENT}\n`python -m harness.commands_page` wrote this page.\n"])
 
 
 def _more(name: str) -> str:
-    return f" ([more]({_PAGES[name]}))" if name in _PAGES else ""
+    return f" [More]({_PAGES[name]})." if name in _PAGES else ""
 
 
 def _command(name: str) -> Any:
@@ -88,52 +81,30 @@ def _command(name: str) -> Any:
     return group.resolve_command(context, [name, "--help"])[1]
 
 
-def _section(name: str, command: Any, shared: set[str]) -> Iterator[str]:
-    """Yield the lines of a command: its usage, its text, its arguments and the options that are its own."""
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    required = [f"{each.opts[0]} {each.metavar}" for each in command.params if each not in arguments and each.required]
-    usage = " ".join(["kvfetch", name, *map(_argument_name, arguments), *required, "[OPTION]..."])
-    yield f"## kvfetch {name}\n\n```text\n{usage}\n```\n"
-    yield from _text(inspect.cleandoc(command.help))
-    yield ""
-    options = _options(command)
-    yield from _items(arguments)
-    yield from (item for item in options if item not in shared)
-    if others := [item.split("`")[1].split()[0] for item in options if item in shared]:
-        yield f"* [Also](#options-of-several-commands) {', '.join(f'`{name}`' for name in others)}"
-    yield ""
+def _section(name: str, command: Any) -> Iterator[str]:
+    """Yield the lines of a command: what it is for, examples, and the names of its options."""
+    text = inspect.cleandoc(command.help)
+    yield f"### kvfetch {name}\n"
+    yield text.partition("\n\n")[0] + _more(name)
+    yield from _examples(text)
+    names = [each.get_help_record(_CONTEXT)[0].split() for each in command.params if _is_option(each)]
+    yield "Options: " + ", ".join(f"`{' '.join(name for name in words if name[0] == '-')}`" for words in names) + "\n"
 
 
 _CONTEXT = typer.main.get_command(app).make_context("kvfetch", [""], resilient_parsing=True)
 
 
-def _argument_name(argument: Any) -> str:
-    """Return what stands for an argument in the usage: its name there, or the words that it takes."""
-    name: str = argument.metavar or argument.get_help_record(_CONTEXT)[0].split("<")[1].rstrip(">")
-    return name
-
-
-def _text(text: str) -> Iterator[str]:
-    """Yield a docstring with its indented examples as one block of commands."""
-    before, heading, examples = re.split(r"\n\n(Examples?\b.*:)\n\n", f"{text}\n\nExample:\n\n", maxsplit=1)[:3]
-    yield before
-    if commands := re.findall(r"^    (.*)$", examples, re.MULTILINE):
-        yield f"\n{heading}\n\n```bash"
+def _examples(text: str) -> Iterator[str]:
+    """Yield a docstring's indented examples as one block of commands."""
+    examples = re.split(r"\n\nExamples?\b.*:\n\n", text, maxsplit=1)[1:]
+    if commands := re.findall(r"^    (.*)$", "".join(examples), re.MULTILINE):
+        yield "\n```bash"
         yield from commands
-        yield "```"
+        yield "```\n"
 
 
-def _options(command: Any) -> list[str]:
-    return list(_items(each for each in command.params if each.param_type_name == "option" and each.name != "help"))
-
-
-def _items(parameters: Iterable[Any]) -> Iterator[str]:
-    for parameter in parameters:
-        names, text = parameter.get_help_record(_CONTEXT)
-        if parameter.param_type_name == "argument":
-            names = _argument_name(parameter)
-        text = re.sub(r"\s*\[(required|default: .*|[^\[\]]*[<>]=[^\[\]]*)\]$", r" (\1)", text)
-        yield f"* `{names}`: {text.strip().replace('*', chr(92) + '*')}"
+def _is_option(parameter: Any) -> bool:
+    return parameter.param_type_name == "option" and parameter.name != "help"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
 
 
 class Coding(NamedTuple):
-    """How small values become (docs/bits.md), and how fast a thread of a CPU decodes them (docs/codec.md)."""
+    """How small values become, and how fast a thread of a CPU decodes them (docs/codec.md)."""
 
     bits_per_value: float
     decoded_bps: float  # bytes a second of raw KV, by one thread with AVX-512
@@ -84,9 +84,9 @@ def estimate(
     """Estimate whether fetching beats computing, and how large a store would be.
 
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
-    second at every length, which favours computing for long prompts. Bits a value and decoding speeds are those that
-    docs/bits.md measured on two small models: measure yours with kvfetch calibrate. All layers count as full attention
-    or MLA. Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpu).
+    second at every length, which favours computing for long prompts. Bits per value and decoding speeds were measured
+    on two small models (docs/codec.md): measure yours with kvfetch calibrate. All layers count as full attention or MLA.
+    Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpu).
 
     Example:
 
@@ -186,4 +186,4 @@ def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
     yield store
     for name, coding in codings:
         yield f"{name}: {coding.source}"
-    yield "Sizes: docs/bits.md; speeds: docs/codec.md."
+    yield "Sizes and speeds: docs/codec.md."

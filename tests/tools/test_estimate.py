@@ -55,7 +55,7 @@ def test_it_is_within_a_fifth_of_what_was_measured(config: Path, monkeypatch: py
 
 
 def test_bits_a_value_are_those_of_the_codec_s_page() -> None:
-    page = (DOCS / "bits.md").read_text()
+    page = (DOCS / "codec.md").read_text()
     for name, row in (("exact", "| `exact` | 11.32 | "), ("uint8", "| `uint8` | 7.15 | ")):
         assert float(page.partition(row)[2].partition(" ")[0]) == CODINGS[name].bits_per_value
     default = float(page.partition("| the default | 5.3e-4 | ")[2].partition(" ")[0])
