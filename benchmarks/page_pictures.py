@@ -1,5 +1,4 @@
-"""Draws the pictures of a store's page for docs/serving.md, in Debian's Chromium: light, dark, and 390 pixels wide,
-full and empty.
+"""Draws the pictures of a store's page for docs/stores.md, in Debian's Chromium: light and dark, full and empty.
 
     python -m benchmarks.page_pictures [--seconds 120] [--out docs/images] [--whole]
 
@@ -45,7 +44,7 @@ from sgl_kvfetch.stores.http import HttpStore
 _BLOCKS = 10  # of a prompt
 _BLOCK_TOKENS = 512
 _MODELS = ("SmolLM2-135M-Instruct", "SmolLM2-135M-tuned")
-_PICTURES = {"light": (1100, 837, "light"), "dark": (1100, 837, "dark"), "phone": (390, 844, "light")}
+_PICTURES = {"light": (1100, 837, "light"), "dark": (1100, 837, "dark")}
 _EMPTY = {f"empty-{name}": how for name, how in _PICTURES.items()}
 
 

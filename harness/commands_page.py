@@ -24,26 +24,26 @@ _GROUPS = {
 _PAGES = {
     "estimate": "sizing.md",
     "bench": "sizing.md#measure-it",
-    "compare": "audits.md#compare-answers",
+    "compare": "operations.md#compare-answers",
     "doctor": "operations.md",
     "why": "operations.md#why-a-prompt-was-not-served",
-    "serve": "serving.md",
+    "serve": "stores.md",
     "verify": "operations.md#damaged-segments",
-    "reindex": "s3.md",
+    "reindex": "stores.md#s3-and-redis",
     "calibrate": "calibrating.md",
     "profile": "calibrating.md",
     "encode": "adaptive.md",
-    **dict.fromkeys(("gc", "clear", "pin"), "retention.md"),
+    **dict.fromkeys(("gc", "clear", "pin"), "stores.md#what-a-store-deletes"),
 }
 _HEAD = """\
 # Commands
 
-What each command is for. Its `--help` explains it in full: what it does, each option with its default, the fields of \
-`--json`, and its exit codes.
+What each command is for. Its `--help` explains it in full: what it does, each option with its default, the fields \
+of `--json`, and its exit codes.
 
-STORE is http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory. STORE#PREFIX is a part of \
-it, where PREFIX is the start of object names, such as a namespace. Exit codes are 0, 1 if the command found what its \
-help names, and 2 if it could not work: then one line on stderr says why.
+STORE is http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory. STORE#PREFIX is a part \
+of it, where PREFIX is the start of object names, such as a namespace. Exit codes are 0, 1 if the command found what \
+its help names, and 2 if it could not work: then one line on stderr says why.
 """
 _ENVIRONMENT = """
 ## The environment
@@ -56,7 +56,7 @@ _ENVIRONMENT = """
 | `SSL_CERT_FILE` | PEM file with the CAs that stores' certificates are checked against, in the place of the system's |
 | `KVFETCH_INDEX_PASSWORD` | the password of an index that `--index` names: other users can see options |
 | `SGLANG_API_KEY` | the key of an SGLang server (`--server`) |
-| `AWS_*` | [settings](s3.md#settings) of `s3://` stores |
+| `AWS_*` | [settings](stores.md#settings) of `s3://` stores |
 """
 
 

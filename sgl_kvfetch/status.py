@@ -15,7 +15,7 @@ from sgl_kvfetch.keys import Labels, Namespace
 STATUS_KEY = "kvfetch"
 MAX_RECENT = 256
 RECENT_AUDITS = 20  # audits whose median is compared with DRIFTS
-DRIFTS = 1.5  # as docs/audits.md measures it: below it is sound
+DRIFTS = 1.5  # as docs/operations.md#audits measures it: below it is sound
 LENGTHS = (1024, 8192, 65536)  # tokens: kinds of prompts
 MAX_AUDITS_BYTES = 16 << 10
 
@@ -23,7 +23,7 @@ _Text = Annotated[str, Meta(max_length=2000)]
 
 
 class Audits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What audits of one rank have found, as ratios of errors to those that are expected (docs/audits.md).
+    """What audits of one rank have found, as ratios of errors to those that are expected (docs/operations.md#audits).
 
     ``ratio``, ``where``: of the last audit, where it is largest. ``typical``: of all layers, the median of the last
     ``num_recent`` audits; ``before``: of those before, None if there are none; ``by_length``: of all that are known, by
@@ -69,7 +69,7 @@ class Audits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def advice(self) -> str:
         """What to do; "" if nothing."""
         if self.off:
-            return "docs/audits.md says what to do"
+            return "docs/operations.md#audits says what to do"
         if not self.drifts:
             return ""
         if self.quantiser.startswith("klt"):

@@ -86,21 +86,21 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     assert "Quick start" in (tmp_path / "index.html").read_text()
     # A file outside of docs/ lies where the links to it lead.
-    assert 'href="../repository/deploy/alerts.yml"' in (tmp_path / "metrics" / "index.html").read_text()
+    assert 'href="../repository/deploy/alerts.yml"' in (tmp_path / "operations" / "index.html").read_text()
     assert (tmp_path / "repository" / "deploy" / "alerts.yml").read_text() == (
         ROOT / "deploy" / "alerts.yml"
     ).read_text()
 
 
-def test_the_pages_have_the_limits_of_the_code() -> None:
-    security, serving = ((ROOT / "docs" / name).read_text() for name in ("security.md", "serving.md"))
+def test_the_page_of_stores_has_the_limits_of_the_code() -> None:
+    page = (ROOT / "docs" / "stores.md").read_text()
     limits = (
-        (security, "a manifest", MAX_MANIFEST_BYTES),
-        (security, "the manifests of one answer to a lookup", MAX_LOOKUP_ANSWER_BYTES),
-        (security, "all manifests that a rank remembers, or that requests use", finder._MAX_HELD_BYTES),
-        (serving, "answer to a lookup", MAX_LOOKUP_ANSWER_BYTES),
-        (serving, "memory for all requests together", BUDGET_BYTES),
+        ("a manifest", MAX_MANIFEST_BYTES),
+        ("the manifests of one answer to a lookup", MAX_LOOKUP_ANSWER_BYTES),
+        ("all manifests that a rank remembers, or that requests use", finder._MAX_HELD_BYTES),
+        ("answer to a lookup", MAX_LOOKUP_ANSWER_BYTES),
+        ("memory for all requests together", BUDGET_BYTES),
     )
-    for page, what, num_bytes in limits:
+    for what, num_bytes in limits:
         (row,) = re.findall(rf"^\| {what} \| (.*) \|$", page, re.MULTILINE)
         assert re.match(rf"{num_bytes >> 20} MiB\b", row), (what, row)

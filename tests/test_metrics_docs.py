@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric with its labels, and the alert rules use no other ones."""
+"""docs/operations.md names every metric with its labels, and the alert rules use no other ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_code() -> dict[str, set[str]]:
 
 
 def rows() -> list[list[str]]:
-    lines = (ROOT / "docs" / "metrics.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "operations.md").read_text().splitlines()
     return [line.strip("|").split("|") for line in lines if re.match(r"\| `(sgl_)?kvfetch_", line)]
 
 
@@ -55,7 +55,7 @@ def test_alerts_and_questions_use_documented_metrics() -> None:
         for name, labels in in_code().items()
         if name.endswith(("_seconds", "_ratio", "_typical"))
     }
-    texts = ALERTS.read_text(), (ROOT / "docs" / "metrics.md").read_text().partition("## SGLang's server")[0]
+    texts = ALERTS.read_text(), (ROOT / "docs" / "operations.md").read_text().partition("## SGLang's server")[0]
     used = {name for text in texts for name in re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", text)}
     assert len(used) >= 8
     assert used <= set(known)

@@ -97,7 +97,7 @@ def test_all_parts_of_a_release_have_one_version() -> None:
     chart = load("deploy/helm/kvfetch/Chart.yaml")
     assert chart["appVersion"] == version
     assert chart["version"] == version.replace(".dev", "-dev")
-    for path in ("docs/deploy.md", "examples/kubernetes/sglang.yaml"):
+    for path in ("docs/operations.md", "examples/kubernetes/sglang.yaml"):
         assert set(re.findall(r"kvfetch:(\d+\.[\w.]+)", (ROOT / path).read_text())) == {version}
 
 

@@ -149,7 +149,7 @@ class Service:
                 "kvfetch: audits have failed, so nothing is read or written, and all is computed: %s. If weights have "
                 "changed, attach with a new model_id. Else kvfetch calibrate --publish with prompts like yours, or "
                 "quantiser exact. It is tried again after %s; to try again now, delete %s and attach again. See "
-                "docs/audits.md",
+                "docs/operations.md#audits",
                 audits.off,
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.try_again_s)),
                 self._record,

@@ -323,7 +323,7 @@ class PageIndex:
 _LACKS_RIGHT = re.compile(r"NOPERM|no permissions|can't (?:run this|access at least)")
 _RIGHTS = (
     "the index needs ~kvf1:* +eval +get +getex +set +del, gc +pttl, a database but 0 +select, and a cluster "
-    "+cluster|slots +command (docs/s3.md)"
+    "+cluster|slots +command (docs/stores.md)"
 )
 
 

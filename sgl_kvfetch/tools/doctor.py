@@ -259,7 +259,7 @@ def check_audits(store: str | None = None) -> list[Check]:
             "audits",
             "warn",
             f"{record.model}, {record.quantiser}, in {record.store}, is not used here: {record.why_off}",
-            f"docs/audits.md says what to do; to try it again at once, delete {path} and attach the store again",
+            f"docs/operations.md#audits says what to do; to try again at once, delete {path} and attach the store",
         )
         for path, record in off.items()
     ]

@@ -85,8 +85,8 @@ def estimate(
 
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
     second at every length, which favours computing for long prompts. Bits per value and decoding speeds were measured
-    on two small models (docs/codec.md): measure yours with kvfetch calibrate. All layers count as full attention or MLA.
-    Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpu).
+    on two small models (docs/codec.md): measure yours with kvfetch calibrate. All layers count as full attention or
+    MLA. Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpu).
 
     Example:
 

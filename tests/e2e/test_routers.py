@@ -1,5 +1,5 @@
 """Two servers that read one store, one in host mode and one in device mode: SGLang's own router in front of them, and
-what SGLang's KV events tell routers of what is fetched (docs/routers.md)."""
+what SGLang's KV events tell routers of what is fetched (docs/stores.md)."""
 
 from __future__ import annotations
 

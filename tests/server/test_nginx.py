@@ -1,4 +1,4 @@
-"""The nginx configuration in docs/serving.md."""
+"""The nginx configuration in docs/stores.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(NGINX is None, reason="nee
 
 @pytest.fixture
 async def url(tmp_path: Path) -> AsyncIterator[str]:
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
     (config,) = re.findall("```nginx\n(.*?)```", text, re.DOTALL)
     tokens = tmp_path / "tokens"
     tokens.write_text("read READ_TOKEN\nwrite WRITE_TOKEN\nadmin ADMIN_TOKEN\n")

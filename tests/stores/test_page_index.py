@@ -239,8 +239,8 @@ async def test_answers_that_no_server_sends_are_an_error_and_end_the_connection(
 
 
 def documented_rights(is_cluster: bool) -> list[str]:
-    """Return the rights of the user in docs/s3.md."""
-    text = (Path(__file__).parents[2] / "docs" / "s3.md").read_text()
+    """Return the rights of the user in docs/stores.md."""
+    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
     one, cluster = re.findall(r"^ACL SETUSER kvfetch on >PASSWORD (~kvf1:\*[^#\n]*)", text, re.MULTILINE)
     return (cluster if is_cluster else one).split()
 

@@ -265,7 +265,7 @@ async def test_an_index_that_does_not_answer_is_no_reason_to_guess(s3: S3Server)
 
 @pytest.mark.process
 def test_the_documented_lifecycle_rule_is_accepted(s3: S3Server) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "retention.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
     rules = json.loads(text.split("```json")[1].split("```")[0])
     options = {"endpoint_url": s3.config["endpoint"], "region_name": "us-east-1"}
     keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
