@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_model
 
-The measurements are of one NVIDIA H200, on 2026-11-26, with bitstreams that had no groups. docs/gpu/model.md explains
+The measurements are of one NVIDIA H200, on 2026-11-26, with bitstreams that had no groups. docs/kernels.md explains
 the formulas. Whoever has no GPU can ask this model what a change would give.
 """
 
@@ -261,7 +261,7 @@ NOW = {
 }
 
 
-EXPECTED_RESTORE_S, GOAL_RESTORE_S = 219e-6 / 32, 150e-6 / 32  # docs/gpu/model.md: with the options of today
+EXPECTED_RESTORE_S, GOAL_RESTORE_S = 219e-6 / 32, 150e-6 / 32  # docs/kernels.md: with the options of today
 SCRATCH = (1, 64), (2, 32), (2, 64), (2, 128), (2, 256), (3, 171), (4, 128)  # lanes and the MiB of each
 
 

@@ -22,16 +22,16 @@ _GROUPS = {
     "Video": ("encode",),
 }
 _PAGES = {
-    "estimate": "sizing.md",
-    "bench": "sizing.md#measure-it",
+    "estimate": "gpus.md#estimate-it",
+    "bench": "gpus.md#measure-it",
     "compare": "operations.md#compare-answers",
     "doctor": "operations.md",
     "why": "operations.md#why-a-prompt-was-not-served",
     "serve": "stores.md",
     "verify": "operations.md#damaged-segments",
     "reindex": "stores.md#s3-and-redis",
-    "calibrate": "calibrating.md",
-    "profile": "calibrating.md",
+    "calibrate": "klt.md",
+    "profile": "klt.md#publish-replace-withdraw",
     "encode": "adaptive.md",
     **dict.fromkeys(("gc", "clear", "pin"), "stores.md#what-a-store-deletes"),
 }

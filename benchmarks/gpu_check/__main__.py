@@ -12,7 +12,7 @@ import benchmarks.gpu_check
 from benchmarks.gpu_check import bundle, driver_libraries, report
 from benchmarks.gpu_check.runner import STEPS, TOTAL_S, Result, Step, run_step, skipped
 
-_DOCS = Path(__file__).parents[2] / "docs" / "gpu"
+_OUT = Path(__file__).parents[2] / "out"  # which git ignores
 _LEAST_S = 5.0  # with less time left, a step is skipped
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check", description=(benchmarks.gpu_check.__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: out, if there is a GPU)")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
     parser.add_argument("--bundle", type=Path, metavar="DIR", help="pack this for a machine without a network, and end")
     parser.add_argument("--with-sglang", action="store_true", help="with --bundle: pack SGLang, too, as a second part")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def write(found: list[Result]) -> None:
         gpu = gpu_of(found[0])
-        folder: Path | None = options.out or (_DOCS if gpu else None)
+        folder: Path | None = options.out or (_OUT if gpu else None)
         written[:] = [] if folder is None else report.write(found, folder, gpu)
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:

@@ -62,7 +62,7 @@ def larger_pages(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
     """Return SGLang's choice of a page size, or larger pages where it is one token, its default.
 
     SGLang and we do something for each page on the scheduler's thread. With pages of one token, that doubles what a
-    fetch costs there (docs/device-mode.md).
+    fetch costs there (docs/gpus.md).
     """
     if chosen != {"page_size": 1}:
         return chosen

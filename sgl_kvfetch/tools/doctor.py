@@ -375,7 +375,7 @@ def _check_binding() -> Check:
     except Exception as e:  # it loads the driver's libraries
         advice = f"update the NVIDIA driver, then: {_INSTALL_GPU}"
         if ENCODE_LIBRARY in str(e):
-            advice = f"{_INSTALL_VIDEO}; on a GPU without NVENC a stub will do: docs/gpu/README.md"
+            advice = f"{_INSTALL_VIDEO}; on a GPU without NVENC a stub will do: docs/gpus.md"
         return Check(name, "warn", f"does not import: {first_line(e)}", advice)
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
 

@@ -19,11 +19,11 @@ from sgl_kvfetch.user_files import read_text
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _DECODE_THREADS = 8  # the default of the config key codec_threads on 16 cores or more
 _KV_BYTES = 2  # a value of bfloat16 or float16
-# docs/gpu/nvidia-h200.md: `klt` over a link without a limit, and computing. A test compares it with the arithmetic.
+# docs/gpus.md: `klt` over a link without a limit, and computing. A test compares it with the arithmetic.
 MEASURED = (
     "These times are what link and decoding threads allow at best, which two CPU cores come near and a GPU server does "
     "not yet: on an H200, 8,192 tokens of Llama-3.1-8B took 0.637 s to fetch with klt, where this arithmetic says "
-    "0.265 s, and 0.274 s to compute. Measure yours with kvfetch bench (docs/gpu)."
+    "0.265 s, and 0.274 s to compute. Measure yours with kvfetch bench (docs/gpus.md)."
 )
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
@@ -86,7 +86,7 @@ def estimate(
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
     second at every length, which favours computing for long prompts. Bits per value and decoding speeds were measured
     on two small models (docs/codec.md): measure yours with kvfetch calibrate. All layers count as full attention or
-    MLA. Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpu).
+    MLA. Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpus.md).
 
     Example:
 

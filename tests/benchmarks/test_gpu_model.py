@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import gpu_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu" / "model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def test_what_was_measured_is_predicted_within_a_fifth() -> None:

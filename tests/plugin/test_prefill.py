@@ -77,7 +77,7 @@ def test_reading_the_prefix_is_not_saved() -> None:
     assert speed.seconds_for(500) == pytest.approx(seconds(500))  # what computes a prompt is estimated without them
 
 
-# SmolLM2 on two cores, in docs/first-token.md: a token of a prompt of 4,096 takes 1.5 times as long as one of 1,024.
+# SmolLM2 on two cores, in docs/gpus.md: a token of a prompt of 4,096 takes 1.5 times as long as one of 1,024.
 MEASURED = {1024: 0.40, 2048: 0.83, 4096: 2.45}
 
 

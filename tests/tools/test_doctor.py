@@ -291,7 +291,7 @@ def test_a_missing_encoder_library_keeps_the_binding_from_importing(
     check = doctor._check_binding()
     assert (check.status, check.found) == ("warn", f"does not import: {message}")
     assert "NVIDIA_DRIVER_CAPABILITIES" in check.advice
-    assert "on a GPU without NVENC a stub will do: docs/gpu/README.md" in check.advice
+    assert "on a GPU without NVENC a stub will do: docs/gpus.md" in check.advice
     (tmp_path / "PyNvVideoCodec.py").write_text("raise RuntimeError('Driver version is too old')")
     assert "update the NVIDIA driver" in doctor._check_binding().advice
 

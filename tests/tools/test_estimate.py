@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> Path:
 def measured() -> dict[tuple[int, str], list[float]]:
     """Return the rows of the table of times to first token with AMX, whose speeds `estimate` has, by tokens and link:
     one time for each way."""
-    table = (DOCS / "first-token.md").read_text().partition("| two cores with AMX")[2].partition("\n\n")[0]
+    table = (DOCS / "gpus.md").read_text().partition("| two cores with AMX")[2].partition("\n\n")[0]
     rows, gbps = {}, ""
     for line in table.splitlines()[2:]:
         first, *cells = (cell.strip(" *") for cell in line.strip("| ").split("|"))
@@ -114,7 +114,7 @@ def test_it_says_what_a_gpu_took(tmp_path: Path) -> None:
     options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000")
     said = " ".join(kvfetch(*options).output.split())
     times = kvfetch_json(*options)["codings"]["klt"]["ttft_s"]
-    page = (DOCS / "gpu" / "nvidia-h200.md").read_text()
+    page = (DOCS / "gpus.md").read_text()
     computed, fetched = (
         int(page.partition(f"| {row} | ")[2].split(",")[0].split(" ")[0]) / 1000
         for row in ("computed", "fetched, no limit of the link")

@@ -2,7 +2,7 @@
 
 Coded cells cross the bus as they are, in parts of a layer group or more: two copies, one `ans_decode` for all their
 integers, one `restore_klt` or `restore_exact`, one `xxh3` for their checksums. What takes how long on an H200 says why
-it is done so (docs/gpu/model.md): a copy is the copy engine's, `ans_decode` mostly waits, and `restore_klt` fills the
+it is done so (docs/kernels.md): a copy is the copy engine's, `ans_decode` mostly waits, and `restore_klt` fills the
 chip. So several parts are under way at once.
 
 * **One stream copies**, and never waits for a kernel but those that used the scratch memory before.

@@ -1,7 +1,7 @@
 """SGLang's token-to-KV pool on a GPU: read back to the host for the store, and restored beside the forward pass.
 
 The work runs on our own streams. Only events order them with SGLang's streams, so that no thread but our own waits on
-the host. docs/device-mode-gpu.md explains the design.
+the host. docs/kernels.md explains the design.
 
 **Pages on their way to the store** are quantised there, if the profile can: of 2 bytes a value 0.7 cross the bus, and
 no CPU multiplies. Others are read as they are, through buffers on both sides.
