@@ -104,7 +104,7 @@ def _examples(text: str) -> Iterator[str]:
 
 
 def _is_option(parameter: Any) -> bool:
-    return parameter.param_type_name == "option" and parameter.name != "help"
+    return bool(parameter.param_type_name == "option" and parameter.name != "help")
 
 
 if __name__ == "__main__":
