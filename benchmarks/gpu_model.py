@@ -107,8 +107,11 @@ class Times:
     lost_s: float
 
 
-def run(lanes: int, lane_mib: int, kernel: Kernel, load: Load) -> Times:
-    """Let a load's parts go through lanes in turn. What is ready first begins first."""
+def run(
+    lanes: int, lane_mib: int, kernel: Kernel, load: Load, *, restores_from_s: float = 0.0, decodes_from_s: float = 0.0
+) -> Times:
+    """Let a load's parts go through lanes in turn. What is ready first begins first. ``restores_from_s``: when the pass
+    ends that may still write the slots. ``decodes_from_s``: the same for decoding, if it waits, too."""
     parts = load.parts(lane_mib)
     lanes = min(lanes, CONNECTIONS)
     ready: list[tuple[float, int, int]] = []  # time, part, stage
@@ -133,14 +136,14 @@ def run(lanes: int, lane_mib: int, kernel: Kernel, load: Load) -> Times:
             continue
         begin_s = now_s + LAUNCH_S
         if order[stage] == "decode":
-            begin_s, bitstreams = max(begin_s, restored_s), cells * load.bitstreams
+            begin_s, bitstreams = max(begin_s, restored_s, decodes_from_s), cells * load.bitstreams
             end_s = begin_s + kernel.launch_s(bitstreams, load.rows)
             if decoded_s > begin_s:  # beside others, with which it shares the first caches
                 end_s = max(end_s, decoded_s + kernel.busy_s(bitstreams, load.rows))
             decoding_s += max(0.0, end_s - max(begin_s, decoded_s)) * held(bitstreams * SPAN_TOKENS / kernel.tokens)
             decoded_s = max(decoded_s, end_s)
         elif order[stage] == "restore":  # does not share multiprocessors with `ans_decode`
-            begin_s = max(begin_s, restored_s, decoded_s)
+            begin_s = max(begin_s, restored_s, decoded_s, restores_from_s)
             restored_s = end_s = begin_s + cells * load.restore_s
             lost_s += cells * load.restore_s
         else:
@@ -288,6 +291,9 @@ def exact_load(tokens: int, restore_share: float) -> Load:
     )
 
 
+PASS_S = 10e-3  # a decode pass of an 8B model
+
+
 def predictions() -> Iterator[tuple[str, float, float]]:
     """Yield what has not been measured: its name, and the milliseconds at best and at worst."""
     best, worst = NOW["at best"], NOW["at worst"]
@@ -307,6 +313,18 @@ def predictions() -> Iterator[tuple[str, float, float]]:
         of_spread = [1e3 * run(2, 256, kernel, spread).load_s for kernel in (best, worst)]
         about = f"32 copies a part, {32e6 * restore_s:.0f} us a column"
         yield f"a load from memory_cache, 2 x 256 MiB, {about}", of_spread[0], of_spread[1]
+    for about, loads in {
+        "klt": [Load(700, 403e6, checks_last=True, most_groups=LAYER_GROUPS)] * 2,
+        "exact": [exact_load(TOKENS, share) for share in (1.0, 0.5)],
+    }.items():
+        for how, decodes_from_s in (("decoding waits for it", PASS_S), ("only restoring waits", 0.0)):
+            found = [
+                run(2, 256, kernel, load, restores_from_s=PASS_S, decodes_from_s=decodes_from_s)
+                for kernel, load in zip((best, worst), loads, strict=True)
+            ]
+            left = [1e3 * (each.load_s - PASS_S) for each in found]
+            when = f"a load that begins with a pass of {1e3 * PASS_S:g} ms"
+            yield f"{about}, {TOKENS:,} tokens: {when}, after it, {how}", left[0], left[1]
     for tokens in (8192, TOKENS):
         about, loads = f"exact, {tokens:,} tokens", [exact_load(tokens, share) for share in (1.0, 0.5)]
         kinds = list(zip((best, worst), loads, strict=True))

@@ -8,6 +8,7 @@ chip. So several parts are under way at once.
 * **One stream copies**, and never waits for a kernel but those that used the scratch memory before.
 * **A lane** is a stream of kernels with scratch memory of its own. Parts go to the lanes in turn. The copy waits for
   the lane's last use of its memory; the lane waits for the copy. So while one lane decodes, others copy and restore.
+* **Only a restore waits for the pass before**, which may still write the slots. A lane's first part is decoded before.
 * **A layer** is loaded when each lane has restored what was launched for it so far: a forward pass waits for one event
   a lane. Checksums come after a part's restore, so that no pass waits for them.
 * **Memory is pinned before it is loaded from**, on a thread of its own: half a GiB for the first prompts and all of
@@ -72,11 +73,13 @@ Work = Callable[[], object]  # launches something on the current stream
 
 
 class Works(NamedTuple):
-    """What to launch for a part. ``copies`` fill its scratch memory, ``restores`` read it and write slots. ``checks``
-    read it, too, and nothing waits for them but what uses the scratch memory next."""
+    """What to launch for a part. ``copies`` fill its scratch memory, ``decodes`` read and write it, and ``restores``
+    read it and write slots. ``checks`` read it, too, and nothing waits for them but what uses the scratch memory
+    next."""
 
     copies: Sequence[Work]
     restores: Sequence[Work]
+    decodes: Sequence[Work] = ()
     checks: Sequence[Work] = ()
 
 
@@ -203,7 +206,7 @@ class CodedLoad:
         else:
             decode = partial(ans_decode_table, data, table, most, out, status)
         check = partial(xxh3_sums_table, out, sums, self._results.sums[part.coded])
-        return Works(copies, [decode, restore], [check])
+        return Works(copies, [restore], [decode], [check])
 
     def _chunk_rows(self, of: slice, code_start: np.ndarray, out_start: np.ndarray) -> np.ndarray:
         """Return what the decoder gets of chunks: the fields of an `AnsChunk` or a `FittedChunk`."""
@@ -330,11 +333,13 @@ class GpuLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class _Lane:
-    """``free``: after the last use of ``scratch``."""
+    """``free``: after the last use of ``scratch``. ``after``: what the stream has still to wait for before it writes
+    slots."""
 
     stream: Stream
     scratch: torch.Tensor
     free: Fence | None = None
+    after: list[Fence] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -529,8 +534,8 @@ class GpuLoader(Loader):
         computed."""
         try:
             restored: dict[int, Fence] = {}  # by lane
-            for lane, fence in itertools.product(self._lanes, running.after):
-                lane.stream.wait_event(fence)
+            for lane in self._lanes:
+                lane.after = [*running.after]
             parts_of = [self._twice_at_most(partial(self._open, load, running)) for load in running.loads]
             sides = itertools.chain.from_iterable(map(self._side_parts, running.loads))
             for number, layer in enumerate(self._pools.layers):
@@ -576,6 +581,10 @@ class GpuLoader(Loader):
         lane.stream.wait_event(self._copies.record_event())
         with self._device.launching(lane.stream) as launch:
             try:
+                for work in works.decodes:
+                    launch(work)
+                while lane.after:
+                    lane.stream.wait_event(lane.after.pop())
                 for work in works.restores:
                     launch(work)
                 restored = lane.stream.record_event()

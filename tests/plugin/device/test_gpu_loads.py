@@ -34,7 +34,7 @@ from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig, rig as linker_rig
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice
+from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice, FakeEvent
 from tests.plugin.device.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
 from tests.plugin.device.rig import Rig, key_of, prompt
 from tests.reasons import assert_counted
@@ -667,6 +667,41 @@ def test_after_two_loads_in_a_row_have_failed_prompts_come_as_values(
     rig.linker.connect(rig.extra_config)
     assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 0
     assert rig.linker._loader.restores_code
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cells_are_decoded_before_the_pass_ends_that_may_still_write_their_slots(
+    seed: int, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restoring waits for its end: SGLang frees slots while a pass may still write them."""
+    tokens, decoded = prompt(0), list[int]()
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+    gpu = FakeDevice(seed)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+
+    def decode(*args: Any) -> None:
+        ans_decode_table(*args)
+        decoded.append(1)
+
+    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
+    request = rig.arrive_staged(tokens)
+    request.init_next_round_input(rig.cache)
+    rig.load_back(request)
+    slots, buffers = rig.cache.linker.private_load_indices[request.rid], [*rig.pool.k_buffer, *rig.pool.v_buffer]
+    pass_ends = FakeEvent(gpu)
+    gpu.forward.wait_event(pass_ends)
+    gpu.launch(gpu.forward, lambda: [buffer.fill_(7.0) for buffer in buffers])
+    counter = rig.linker.layer_done_counter
+    index = rig.cache.ready_to_load_host_cache()
+    wait_until(lambda: all(future.done() for future in counter.futures[index]))
+    gpu.run(lambda: bool(decoded))
+    pass_ends.is_done = True
+    gpu.run()
+    assert not rig.cache.finish_external_linker_loads([request])
+    for buffer, values in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(buffer[slots], values, rtol=1e-5, atol=1e-5)
 
 
 def test_values_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
