@@ -69,7 +69,7 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
             record.fail(f"quantise_klt: {share:.1%} of a cell's {name} are not the CPU's")
 
     assert quantiser.profile.rotations is not None
-    rotations = quantiser.profile.rotations.inverse_table(0, num_tokens, device.torch_device)
+    rotations = quantiser.profile.rotations.inverse_table(0, num_tokens).to(device.torch_device)
     kernels = KltCells([KltInput(quantiser.forward(c.place), *c.buffers) for c in cells], _copier_to(device))
     output = torch.empty((kernels.output_rows, num_tokens), dtype=torch.uint8, device=device.torch_device)
     kernels_s = seconds_of(lambda: kernels.quantise(slots, rotations, 0, output), device.torch_device, repeats=5)

@@ -78,7 +78,7 @@ def quantised_all(
     """Return the exponents and integers that the kernels make of each cell."""
     tokens, of_layers = places[0].tokens, quantiser.profile.rotations
     inputs, slots = inputs_there(quantiser, values, places)
-    rotations = None if of_layers is None else of_layers.inverse_table(tokens.start, len(tokens), DEVICE)
+    rotations = None if of_layers is None else of_layers.inverse_table(tokens.start, len(tokens)).to(DEVICE)
     cells = KltCells(inputs, there)
     output = torch.full((cells.output_rows, len(tokens)), 0xAB, dtype=torch.uint8, device=DEVICE)
     cells.quantise(slots, rotations, max(0, quantiser.profile.num_sinks - tokens.start), output)

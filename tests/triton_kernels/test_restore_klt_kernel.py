@@ -134,7 +134,7 @@ class Span:
         if self.rope is not None:
             still = Rope(inv_freq=(0.0,) * len(self.rope.inv_freq), interleaved=case.interleaved)
             rotations = Rotations((self.rope, still), tuple(self.turns))
-            self.rotations = rotations.table(FIRST_TOKEN, case.tokens, DEVICE)
+            self.rotations = rotations.make_table(FIRST_TOKEN, case.tokens, DEVICE)
         self.slots = scattered_slots(-(-case.tokens // case.page_size) * case.page_size)
 
     @property
@@ -264,7 +264,7 @@ def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytes
             KltCell(
                 KltModel(shape, inverse.matrix, inverse.mean, scales, k, v, inverse.turns),
                 integers.to(DEVICE),
-                None if inverse.rotations is None else inverse.rotations.table(0, 50, DEVICE),
+                None if inverse.rotations is None else inverse.rotations.make_table(0, 50, DEVICE),
                 50,
                 num_exact,
                 torch.frombuffer(bytearray(table + packed), dtype=torch.uint8).to(DEVICE),

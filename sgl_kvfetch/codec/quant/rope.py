@@ -87,24 +87,22 @@ class Rotations:
         """Return which table turns each of some layers."""
         return self.of_layers[layers.start : layers.stop]
 
-    def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return ``(ropes, tokens, rotary_dim)`` float32: the `Rope.table` of each. All cells of a span need the same
-        one, so the last ones are kept."""
-        return self._kept(first_token, num_tokens, device)
+    def table(self, first_token: int, num_tokens: int) -> torch.Tensor:
+        """Return `make_table` on the CPU. All cells of a span need the same one, so the last ones are kept."""
+        return self._kept(first_token, num_tokens)
 
     @cached_property
-    def _kept(self) -> Callable[[int, int, torch.device | str | None], torch.Tensor]:
+    def _kept(self) -> Callable[[int, int], torch.Tensor]:
         span_bytes = len(self.ropes) * self.rotary_dim * _SPAN_TOKENS * torch.float32.itemsize
-        return lru_cache(max(1, min(_MOST_TABLES, _MOST_BYTES // span_bytes)))(self._table)
+        return lru_cache(max(1, min(_MOST_TABLES, _MOST_BYTES // span_bytes)))(self.make_table)
 
-    def _table(self, first_token: int, num_tokens: int, device: torch.device | str | None) -> torch.Tensor:
+    def make_table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return ``(ropes, tokens, rotary_dim)`` float32: the `Rope.table` of each."""
         return torch.stack([rope.table(first_token, num_tokens, device) for rope in self.ropes])
 
-    def inverse_table(
-        self, first_token: int, num_tokens: int, device: torch.device | str | None = None
-    ) -> torch.Tensor:
+    def inverse_table(self, first_token: int, num_tokens: int) -> torch.Tensor:
         """Return `table` as rotations by the opposite angles need it, which undo both the rotation and the scaling."""
-        tables = self.table(first_token, num_tokens, device)
+        tables = self.table(first_token, num_tokens)
         return torch.stack([x / rope.attention_scaling**2 for x, rope in zip(tables, self.ropes, strict=True)])
 
 

@@ -18,7 +18,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,6 @@ from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.plugin.device.pages import PageRun, ReadSidePage, SideBuffers, SlotPages
-from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import consecutive_runs
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInput
@@ -462,7 +460,7 @@ READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the 
 
 _TABLE_BYTES = 64 * MiB  # of tables that are kept: rotations, 512 KiB each for a span of 1024 tokens
 _TABLE_SHARE = 16  # or one part in so many of what is free on the device at the start, if that is less
-_ROTATED_SPANS = 32  # of which rotations are made at the start; each takes about a millisecond of a CPU
+_ROTATED_SPANS = 32  # of which rotations are made at the start
 _POLL_S = 0.001  # events have no wait with a deadline
 
 
@@ -505,8 +503,6 @@ class CudaPages(SlotPages):
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiled: set[Hashable] = set()
         self.klt_options = OPTIONS[0]  # of restores
-        # A team of OpenMP threads would spin.
-        self._rotating = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)
         self._klt_reads: KltReads | None = None
         self.quantiser: Quantiser | None = None  # that of the store, once it is known
 
@@ -627,31 +623,35 @@ class CudaPages(SlotPages):
         scales = self.resident(_steps, inverse.step)
         return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, scales, k, v, inverse.turns)
 
-    def resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
-        """Return ``function(*args)`` on the device, which keeps such tables for later cells, as far as there is room.
+    def resident(self, make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+        """Return ``make(*args, device)``, which the device keeps for later cells, as far as there is room.
 
         The cells of a prompt ask for their tables in one order. If these have no room together, the one that was not
         used for longest is always the next one that is asked for. So a random one goes.
         """
         with self._lock:
-            found = self._tables.get((function, *args))
+            found = self._tables.get((make, *args))
             if found is not None:
                 return found
-            table: torch.Tensor = self.device.upload(function(*args), self._uploads)
+            table = self._make(partial(make, *args, self.device.torch_device))
             room = self._most_table_bytes - table.nbytes
             while self._tables and self._table_bytes > room >= 0:
                 self._table_bytes -= self._tables.pop(self._random.choice([*self._tables])).nbytes
             if room >= 0:
-                self._tables[function, *args] = table
+                self._tables[make, *args] = table
                 self._table_bytes += table.nbytes
         return table
 
     def rotations_of(self, rotations: Rotations, tokens: range) -> torch.Tensor:
-        """Return ``rotations.table`` of a span, on the device."""
-        return self.resident(self._rotation, rotations.table, tokens.start, len(tokens))
+        """Return ``rotations.make_table`` of a span, on the device."""
+        return self.resident(rotations.make_table, tokens.start, len(tokens))
 
-    def _rotation(self, table: Callable[[int, int], torch.Tensor], first_token: int, num_tokens: int) -> torch.Tensor:
-        return self._rotating.submit(table, first_token, num_tokens).result()
+    def _make(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Make a tensor on the device, and wait for it. Any stream may use it."""
+        made: list[torch.Tensor] = []
+        self.device.launch(self._uploads, lambda: made.append(make()))
+        self.device.mark(self._uploads).synchronize()
+        return made[0]
 
     def outputs(self, layers: range, heads: range) -> CellOutputs:
         """Return K's and V's buffers of some layers, reduced to some heads, both counted from the pool's first."""
@@ -700,5 +700,5 @@ class CudaPages(SlotPages):
         self._models.clear()
 
 
-def _steps(step: float) -> torch.Tensor:
-    return scales_of(torch.arange(256, dtype=torch.uint8)) * step
+def _steps(step: float, device: torch.device) -> torch.Tensor:
+    return (scales_of(torch.arange(256, dtype=torch.uint8)) * step).to(device)

@@ -83,9 +83,9 @@ def test_tables_are_uploaded_once() -> None:
     pages, calls = make_pages(device), []
     pages._most_table_bytes = 64 << 10
 
-    def table(number: int, num_kib: int = 1) -> torch.Tensor:
+    def table(number: int, device: torch.device) -> torch.Tensor:
         calls.append(number)
-        return torch.full((num_kib << 7,), number)
+        return torch.full((1 << 7 if number < 100 else 65 << 7,), number, device=device)
 
     def ask(numbers: Iterable[int]) -> int:
         calls.clear()
@@ -96,7 +96,7 @@ def test_tables_are_uploaded_once() -> None:
     assert ask(range(96)) == 32
     assert all(0 < ask(range(96)) < 96 for _ in range(3))
     assert pages._table_bytes == sum(x.nbytes for x in pages._tables.values()) == 64 << 10
-    assert len(pages.resident(table, 100, 65)) == 65 << 7  # never kept
+    assert len(pages.resident(table, 100)) == 65 << 7  # never kept
     assert pages._table_bytes == 64 << 10
 
 
