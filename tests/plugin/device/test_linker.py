@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
@@ -61,6 +62,27 @@ def test_a_request_gets_no_pages_of_another_one_with_its_id(make: MakeRig) -> No
     second.init_next_round_input(rig.cache)
     assert second.host_hit_length == 8
     assert rig.admit(first) == [32]
+    rig.assert_nothing_held()
+
+
+def test_a_prompt_is_hashed_at_its_arrival_and_at_its_admission_alone(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in which it waits cost nothing."""
+    rig = make()
+    tokens, hashed, hash_pages = rig.stored(prompt(0)), list[int](), unified_cache_linker.get_storage_hash_str
+
+    def count(key: Any, *args: Any, **options: Any) -> Any:
+        hashed.append(len(key))
+        return hash_pages(key, *args, **options)
+
+    monkeypatch.setattr(unified_cache_linker, "get_storage_hash_str", count)
+    request = rig.arrive_staged(tokens)
+    rig.hear_plane()
+    assert hashed == [32]
+    assert rig.admit(request) == [32]
+    rig.step()
+    assert hashed == [32, 32]
     rig.assert_nothing_held()
 
 
