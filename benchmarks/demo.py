@@ -1,6 +1,6 @@
 """Demonstrates the project end to end, on a real language model: SGLang answers a question about a long text.
 
-    python -m benchmarks.demo [--model NAME|PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
+    python -m benchmarks.demo [--model PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
         [--picture FILE] [--recording FILE]
 
 A server computes the prompt's KV cache and stores it. Then a fresh server, which has never seen the prompt, fetches it
@@ -8,8 +8,7 @@ over a slow link. This is done twice: with raw bytes, and as we code it. Prints 
 the bytes on the wire. Each time is the better one of two. Raw bytes are 16 bits per value, or 32 where SGLang runs in
 float32, as on CPUs that multiply bfloat16 slowly.
 
-SmolLM2-135M is the default. Qwen2.5-Coder-1.5B takes ten times as long to compute, so it gains more; its packages must
-be downloaded first (see benchmarks.real_model). Uses a small random model if the package with SmolLM2 is not installed.
+SmolLM2-135M is the default, or a small random model if its package is not installed (see benchmarks.real_model).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.machine import fast_dtype
-from benchmarks.real_model import MODELS, SMOLLM2, is_available, prose, real_model
+from benchmarks.real_model import NAME, is_available, prose, real_model
 from benchmarks.real_profile import real_profile
 from benchmarks.report import COLOURS, figure, make_parser, make_table, no_traceback, output_file, positive
 from harness.engine import Generation, SGLangServer, device_args, free_port, hicache_args
@@ -141,7 +140,7 @@ def _ttft(answer: Generation) -> float:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.demo", __doc__)
-    parser.add_argument("--model", help=f"{', '.join(MODELS)}, or a transformers model's directory")
+    parser.add_argument("--model", type=Path, help=f"a transformers model's directory; else {NAME}")
     parser.add_argument("--profile", type=Path, help="the profile of a model's directory by `kvfetch calibrate`")
     parser.add_argument("--text", type=Path, help="a file to ask about; else Python's reference, with a note in it")
     parser.add_argument("--question", help="about the text")
@@ -151,13 +150,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--recording", type=output_file, help="an SVG to write, in which the output appears line by line"
     )
     args = parser.parse_args(argv)
-    if args.profile and (args.model is None or args.model in MODELS):
-        parser.error("--profile needs a directory as --model")
+    if args.profile and not args.model:
+        parser.error("--profile needs --model")
     if args.text and not args.question:
         parser.error("--text needs --question")
-    if args.model and args.model not in MODELS and not Path(args.model).exists():
-        parser.error(f"--model {args.model} does not exist, and is none of {', '.join(MODELS)}")
-    for name in ("profile", "text"):
+    for name in ("model", "profile", "text"):
         path = getattr(args, name)
         if path and not path.exists():
             parser.error(f"--{name} {path} does not exist")
@@ -176,11 +173,10 @@ def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subjec
         return Subject(
             "a random Llama", model, _random_prompt(0, _RANDOM_PROMPT_TOKENS), "", "", {"quantiser": "exact"}, []
         )
-    if args.model in MODELS or not args.model:
-        source = MODELS[args.model] if args.model else SMOLLM2
-        name, model, profile = source.name, real_model(say, source), real_profile(say, source)
+    if args.model:
+        name, model, profile = args.model.name, args.model, args.profile
     else:
-        name, model, profile = Path(args.model).name, Path(args.model), args.profile
+        name, model, profile = NAME, real_model(say), real_profile(say)
     ours = {"profile": str(profile.absolute())} if profile else {"quantiser": "exact"}
     question = args.question or _QUESTION
     note, answer = ("", "") if args.question else (_NOTE, _ANSWER)

@@ -1,4 +1,4 @@
-"""Converts the GGUF file of a Llama, Qwen2 or Gemma 3, as llama.cpp reads it, into a Hugging Face folder (bfloat16)."""
+"""Converts the GGUF file of a Llama, as llama.cpp reads it, into a Hugging Face folder (bfloat16)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
     "attn_norm": "input_layernorm",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -31,13 +29,6 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GEMMA_NAMES = _NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_CONFIGS = {"llama": "Llama", "qwen2": "Qwen2", "gemma3": "Gemma3"}
-_LOCAL_THETA = 10000.0  # of Gemma 3's sliding windows; it is in llama.cpp's code, not in the file
 
 
 def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -47,6 +38,7 @@ def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
     """
     from gguf import GGUFReader
     from safetensors.torch import save_file
+    from transformers import AutoTokenizer
 
     say(f"reading {source.name}")
     reader = GGUFReader(source)
@@ -55,22 +47,12 @@ def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
     save_file(_weights(reader, config), folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     say("converting the tokenizer")
-    _tokenizer(reader, source).save_pretrained(folder)
-
-
-def _tokenizer(reader: GGUFReader, source: Path) -> Any:
-    """Return the model's tokenizer, of transformers. It puts BOS before each text if the file says so: transformers
-    does not look, and no server computes a prompt of Gemma without it."""
-    from transformers import AutoTokenizer
-
-    field = reader.get_field("tokenizer.ggml.add_bos_token")
-    own = {"add_bos_token": True} if field is not None and field.contents() else {}
-    return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, **own)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 
 
 def _config(reader: GGUFReader) -> Any:
     """Return the model's config, of transformers."""
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config
+    from transformers import LlamaConfig
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
@@ -78,35 +60,20 @@ def _config(reader: GGUFReader) -> Any:
             raise ConfigError(f"the GGUF file has no metadata {key}")
         return field.contents()
 
-    architecture = value("general.architecture")
-    if architecture not in _CONFIGS:
-        raise ConfigError(
-            f"the GGUF file has the architecture {architecture!r}; expected one of {', '.join(map(repr, _CONFIGS))}"
-        )
-    theta = value(f"{architecture}.rope.freq_base")
-    own: dict[str, Any] = {"rope_theta": theta}
-    config = LlamaConfig if architecture == "llama" else Qwen2Config
-    if architecture == "gemma3":
-        config = Gemma3TextConfig
-        thetas = {"full_attention": theta, "sliding_attention": _LOCAL_THETA}
-        own = {
-            "head_dim": value("gemma3.attention.key_length"),
-            "query_pre_attn_scalar": value("gemma3.attention.key_length"),
-            "sliding_window": value("gemma3.attention.sliding_window"),
-            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": x} for kind, x in thetas.items()},
-        }
-    return config(
-        architectures=[f"{_CONFIGS[architecture]}ForCausalLM"],
+    if (architecture := value("general.architecture")) != "llama":
+        raise ConfigError(f"the GGUF file has the architecture {architecture!r}; expected 'llama'")
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
         vocab_size=len(value("tokenizer.ggml.tokens")),
-        hidden_size=value(f"{architecture}.embedding_length"),
-        intermediate_size=value(f"{architecture}.feed_forward_length"),
-        num_hidden_layers=value(f"{architecture}.block_count"),
-        num_attention_heads=value(f"{architecture}.attention.head_count"),
-        num_key_value_heads=value(f"{architecture}.attention.head_count_kv"),
-        max_position_embeddings=value(f"{architecture}.context_length"),
-        rms_norm_eps=value(f"{architecture}.attention.layer_norm_rms_epsilon"),
-        **own,
+        hidden_size=value("llama.embedding_length"),
+        intermediate_size=value("llama.feed_forward_length"),
+        num_hidden_layers=value("llama.block_count"),
+        num_attention_heads=value("llama.attention.head_count"),
+        num_key_value_heads=value("llama.attention.head_count_kv"),
+        max_position_embeddings=value("llama.context_length"),
+        rms_norm_eps=value("llama.attention.layer_norm_rms_epsilon"),
+        rope_theta=value("llama.rope.freq_base"),
         tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
         bos_token_id=value("tokenizer.ggml.bos_token_id"),
         eos_token_id=value("tokenizer.ggml.eos_token_id"),
@@ -115,25 +82,21 @@ def _config(reader: GGUFReader) -> Any:
 
 
 def _weights(reader: GGUFReader, config: Any) -> dict[str, Any]:
-    """Return the weights and biases as bfloat16 tensors, by transformers' names."""
+    """Return the weights as bfloat16 tensors, by transformers' names."""
     import torch
     from gguf.quants import dequantize
 
-    is_gemma = config.model_type == "gemma3_text"
-    names = _GEMMA_NAMES if is_gemma else _NAMES
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
     for tensor in reader.tensors:
         *block, name, kind = tensor.name.split(".")  # blk.7.attn_q.weight, or output_norm.weight
-        if name not in names or kind not in ("weight", "bias"):
+        if name not in _NAMES or kind != "weight":
             raise ConfigError(f"the GGUF file has an unknown tensor {tensor.name}")
         values = dequantize(tensor.data, tensor.tensor_type)
-        if name in heads and config.model_type == "llama":  # llama.cpp keeps a Qwen2's rows as transformers has them
+        if name in heads:
             values = _in_transformers_order(values, heads[name])
-        if is_gemma and name.endswith("norm"):
-            values = values - 1  # transformers adds it when it computes
         layer = f"model.layers.{block[1]}." if block else ""
-        weights[f"{layer}{names[name]}.{kind}"] = torch.tensor(values, dtype=torch.bfloat16)
+        weights[f"{layer}{_NAMES[name]}.weight"] = torch.tensor(values, dtype=torch.bfloat16)
     return weights
 
 

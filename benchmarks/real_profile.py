@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.real_model import MODELS, SMOLLM2, ModelSource, Say, one_at_a_time, prose, real_model, say_on_stderr
+from benchmarks.real_model import Say, one_at_a_time, prose, real_model, say_on_stderr
 from benchmarks.report import make_parser, no_traceback
 from sgl_kvfetch.codec.quant.profile import PROFILE_VERSION
 from sgl_kvfetch.errors import ConfigError
@@ -24,23 +24,19 @@ _ARGUMENTS = ("--windows", "12", "--context", "1024", "--continuation", "256", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("benchmarks.real_profile", __doc__)
-    parser.add_argument("--model", choices=MODELS, default="smollm2-135m", help="see benchmarks.real_model")
-    args = parser.parse_args(argv)
+    make_parser("benchmarks.real_profile", __doc__).parse_args(argv)
     with no_traceback():
-        print(real_profile(source=MODELS[args.model]))
+        print(real_profile())
     return 0
 
 
-def real_profile(say: Say = say_on_stderr, source: ModelSource = SMOLLM2) -> Path:
+def real_profile(say: Say = say_on_stderr) -> Path:
     """Return the profile's path. Make the profile if the cache does not have it.
 
-    SmolLM2 takes two cores a few minutes; the other model takes a quarter of an hour and 9 GB of memory.
-
-    It uses about half of the default windows of ``kvfetch calibrate``, which is enough for a demonstration. Raises
-    ConfigError.
+    That takes two cores a few minutes. It uses about half of the default windows of ``kvfetch calibrate``, which is
+    enough for a demonstration. Raises ConfigError.
     """
-    model = real_model(say, source)
+    model = real_model(say)
     made_by = (PROFILE_VERSION, _ARGUMENTS, sys.version_info[:3], _code_digest())
     digest = hashlib.sha256(repr(made_by).encode()).hexdigest()[:12]
     path = model.with_name(f"{model.name}-{digest}.profile")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from sgl_kvfetch.errors import KVFetchError
@@ -62,21 +61,6 @@ def no_traceback() -> Iterator[None]:
         yield
     except KVFetchError as e:
         raise SystemExit(f"error: {e}") from e
-
-
-def run_and_report(
-    run: Callable[[argparse.Namespace, Console], dict[str, Any]], args: argparse.Namespace, width: int
-) -> int:
-    """Run a benchmark that prints as it goes, in ``width`` columns or more. Write what it returns to ``args.json``, if
-    that is given. Return the exit code."""
-    console = Console(highlight=False)
-    console.width = max(console.width, width)
-    with no_traceback():
-        report = run(args, console)
-    if args.json:
-        write_json(args.json, report)
-        console.print(f"wrote {args.json}")
-    return 0
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

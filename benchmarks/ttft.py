@@ -55,12 +55,12 @@ from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start,
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
 
-PAGE_SIZE = 16
-COMPUTING = "computing"
+_PAGE_SIZE = 16
+_COMPUTING = "computing"
 _BINS: dict[str, Any] = {"quantiser": "cachegen(k=32;v=32)"}
 _NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompts, as long to compute
-TIMEOUT_S = 300
-MODES: dict[str, Callable[..., list[str]]] = {
+_TIMEOUT_S = 300
+_MODES: dict[str, Callable[..., list[str]]] = {
     "device": device_args,
     "host": partial(hicache_args, prefetch_policy=None, host_pool_gb=1),  # SGLang's default
 }
@@ -71,7 +71,7 @@ def methods(profile: Path) -> dict[str, dict[str, Any] | None]:
     """Return the keys of our config for each method; None if SGLang runs without our plugin."""
     ours = {"profile": str(profile.absolute())}
     return {
-        COMPUTING: None,
+        _COMPUTING: None,
         "raw reuse": {"quantiser": "exact", "codec": "raw"},
         "raw or computed": {"quantiser": "exact", "codec": "raw", "recompute": "auto"},
         "CacheGen's recipe": _BINS | {"codec": "zstd"},
@@ -119,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     with no_traceback():
-        model, profile = model_and_profile(args)
-        prompts = make_prompts(model, args)
+        model, profile = _model_and_profile(args)
+        prompts = _make_prompts(model, args)
     rows: list[Row] = []
     for name, config in methods(profile).items():
         if args.methods and name not in args.methods:
             continue
         console.print(f"{name}: starting SGLang, which computes and stores every prompt")
-        for row in _measure(name, config, MODES[args.mode], model, prompts, args.gbps, args.page_size):
+        for row in _measure(name, config, _MODES[args.mode], model, prompts, args.gbps, args.page_size):
             what = f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps"
             console.print(f"{what}: {row.p50_s:.2f} s, the first {row.first_s:.2f} s")
             rows.append(row)
@@ -155,12 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.ttft", __doc__)
-    parser.add_argument("--mode", choices=MODES, default="device")
-    add_model_arguments(parser)
+    parser.add_argument("--mode", choices=_MODES, default="device")
+    _add_model_arguments(parser)
     parser.add_argument("--tokens", type=whole_numbers, default="1024,2048,4096", help="prompt lengths")
-    parser.add_argument("--gbps", type=numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
+    parser.add_argument("--gbps", type=_numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
     parser.add_argument("--prompts", type=int, default=3, help="number per length")
-    parser.add_argument("--page-size", type=whole_number, default=PAGE_SIZE, help="in tokens (default: %(default)s)")
+    parser.add_argument("--page-size", type=whole_number, default=_PAGE_SIZE, help="in tokens (default: %(default)s)")
     parser.add_argument("--methods", help="names, separated by commas; else all")
     parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
     args = parser.parse_args(argv)
@@ -171,25 +171,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a model's directory; else the real model; needs --profile")
     parser.add_argument("--profile", type=Path, help="that model's profile by kvfetch calibrate; else the real model's")
     parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
     parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
 
 
-def model_and_profile(args: argparse.Namespace) -> tuple[Path, Path]:
+def _model_and_profile(args: argparse.Namespace) -> tuple[Path, Path]:
     """Return the model and its profile. Raises ConfigError."""
     if args.model and not args.profile:
         raise ConfigError("--model needs --profile")
     return args.model or real_model(), args.profile or real_profile()
 
 
-def numbers(text: str) -> list[float]:
+def _numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
 
-def make_prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
+def _make_prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
     """Return prompts by length, each with another beginning. Each length has one more prompt, for the warm-up."""
     from transformers import AutoTokenizer
 
@@ -217,14 +217,14 @@ def _measure(
         flags = ["--dtype", fast_dtype(), "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         flags += ["--page-size", str(page_size)]
         if config is not None:
-            limited = config | {"mode": mode, "fetch_timeout_s": TIMEOUT_S}
+            limited = config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
             flags += make_flags(f"http://127.0.0.1:{port}", **limited)
-        return SGLangServer(model, extra_args=flags, request_timeout_s=2 * TIMEOUT_S)
+        return SGLangServer(model, extra_args=flags, request_timeout_s=2 * _TIMEOUT_S)
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
         if config is not None:
             with StoreProcess(folder, port=port), launch("read_write") as server:
-                store_all(server, [prompt for several in prompts.values() for prompt in several], page_size)
+                _store_all(server, [prompt for several in prompts.values() for prompt in several], page_size)
         with launch("read_only") as server:
             with StoreProcess(folder, port=port):
                 for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
@@ -240,12 +240,12 @@ def _measure(
                         yield _ask(server, name, length, several, gbps)
 
 
-def store_all(server: SGLangServer, prompts: Sequence[list[int]], page_size: int = PAGE_SIZE) -> None:
+def _store_all(server: SGLangServer, prompts: Sequence[list[int]], page_size: int) -> None:
     num_pages = 0
     for prompt in prompts:
         server.generate(input_ids=prompt, max_new_tokens=1)
         num_pages += len(prompt) // page_size
-        wait_until_written(server, num_pages, timeout_s=2 * TIMEOUT_S)
+        wait_until_written(server, num_pages, timeout_s=2 * _TIMEOUT_S)
 
 
 def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[int]], gbps: float) -> Row:
@@ -295,7 +295,7 @@ def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
             for name, colour in zip(names, COLOURS, strict=False):
                 line = sorted((r.gbps, r.p50_s, r.p95_s) for r in rows if (r.method, r.prompt_tokens) == (name, length))
                 gbps, middles, tops = zip(*line, strict=True)
-                axes.plot(gbps, middles, ":" if name == COMPUTING else "-", color=colour, label=name, lw=2)
+                axes.plot(gbps, middles, ":" if name == _COMPUTING else "-", color=colour, label=name, lw=2)
                 axes.fill_between(gbps, middles, tops, color=colour, alpha=0.15, lw=0)
             axes.set(xscale="log", yscale="log", xlabel="link (Gbps)", title=f"{length:,} tokens")
             axes.set_xticks(gbps, [f"{g:g}" for g in gbps], minor=False)

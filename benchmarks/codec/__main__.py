@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ from benchmarks.report import (
     make_parser,
     no_traceback,
     output_file,
-    positive,
     settings,
     whole_number,
     write_json,
@@ -57,8 +56,7 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
         _require_profile_of(profile, model)
     length = args.context + args.continuation + 1  # the last is only predicted
     windows = windows_of(model, texts, args.part, args.windows, length)
-    end_s = started_s + 60 * args.minutes
-    measured = _measure(model, windows, methods, args.context, lambda: time.monotonic() < end_s)
+    measured = _measure(model, windows, methods, args.context)
     if not measured.rows:
         raise ConfigError(f"nothing was measured: {'; '.join(map(': '.join, measured.left_out.items()))}")
     print_report(measured, console)
@@ -82,7 +80,6 @@ def _measure(
     windows: Sequence[torch.Tensor],
     methods: Sequence[Method],
     context: int,
-    has_time: Callable[[], bool],
 ) -> Measured:
     with tqdm(total=len(windows) * len(methods), unit="run", disable=not sys.stderr.isatty()) as bar:
 
@@ -90,7 +87,7 @@ def _measure(
             bar.set_postfix_str(name)
             bar.update()
 
-        return measure(model, windows, context, methods, on_step, has_time)
+        return measure(model, windows, context, methods, on_step)
 
 
 def _require_profile_of(profile: Profile, model: KVModel) -> None:
@@ -142,12 +139,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=512,
         metavar="TOKENS",
         help="following tokens, for which distributions are compared",
-    )
-    data.add_argument(
-        "--minutes",
-        type=positive,
-        default=600.0,
-        help="begin nothing after this time; benchmarks.codec.equal joins runs",
     )
     data.add_argument("--device", default="auto", help="for the model: cpu, cuda, ...")
     how = parser.add_argument_group("how to encode it")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ class Sample:
 
     coded_bytes: int
     bits_per_value: float
-    sizes: Mapping[str, int]
     encode_s: float
     decode_s: float
     kl: float
@@ -32,8 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all windows. Speeds are in megabytes (10^6) of raw bfloat16 per second. ``shares``: each kind of
-    content's share of the bytes; empty if the method does not tell. ``samples``: one a window."""
+    """One method over all windows. Speeds are in megabytes (10^6) of raw bfloat16 per second."""
 
     name: str
     family: str
@@ -44,7 +41,6 @@ class Row:
     top1: Estimate  # share of tokens with equal top predictions
     encode_mb_s: float
     decode_mb_s: float
-    shares: Mapping[str, float]
     samples: Sequence[Sample]
 
 
@@ -62,22 +58,18 @@ def measure(
     context_tokens: int,
     methods: Sequence[Method],
     on_step: Callable[[str], None] = lambda name: None,
-    has_time: Callable[[], bool] = lambda: True,
 ) -> Measured:
     """Encode and restore the KV of each window's context with each method, and let the model continue from it.
 
     ``windows``: ``(context_tokens + continuation + 1,)`` ids. The reference is the model's KV of the context, rounded
     to bfloat16, so a lossless method has a KL of 0. ``on_step`` gets the name of each method before it runs on a
-    window. A method that cannot encode this KV is left out. Nothing begins once ``has_time`` is false; what was not
-    measured on any window is then left out, too.
+    window. A method that cannot encode this KV is left out.
     """
     samples: dict[str, list[Sample]] = {method.name: [] for method in methods}
     shape: KVShape | None = None
     nlls = []
     left_out: dict[str, str] = {}
     for ids in windows:
-        if shape and not has_time():
-            break
         context, continuation, following = ids[:context_tokens], ids[context_tokens:-1], ids[context_tokens + 1 :]
         k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(context))
         shape = KVShape.of(k, v)
@@ -86,7 +78,7 @@ def measure(
         nlls.append(exact_nll)
         for method in methods:
             on_step(method.name)
-            if method.name in left_out or not has_time():
+            if method.name in left_out:
                 continue
             try:
                 coded = method.code(k, v)
@@ -94,13 +86,10 @@ def measure(
                 left_out[method.name] = str(e)
                 continue
             restored = _continue(model, coded.k, coded.v, continuation)
-            sizes = method.sizes(coded.parts)
-            assert sum(sizes.values()) == coded.num_bytes or not sizes, (method.name, sizes, coded.num_bytes)
             samples[method.name].append(
                 Sample(
                     coded.num_bytes,
                     coded.bits_per_value,
-                    sizes,
                     coded.encode_s,
                     coded.decode_s,
                     reference.kl(restored),
@@ -109,7 +98,6 @@ def measure(
                 )
             )
     assert shape is not None
-    left_out |= {name: "there was no time" for name, found in samples.items() if not found and name not in left_out}
     rows = tuple(_row(m, samples[m.name], shape) for m in methods if m.name not in left_out)
     return Measured(shape, estimate(nlls), rows, left_out)
 
@@ -142,7 +130,6 @@ class _Reference:
 
 def _row(method: Method, samples: Sequence[Sample], shape: KVShape) -> Row:
     bits = estimate([s.bits_per_value for s in samples])
-    sizes = sum((Counter(s.sizes) for s in samples), Counter[str]())
     raw_mb = shape.raw_bytes * len(samples) / 1e6
     return Row(
         name=method.name,
@@ -154,6 +141,5 @@ def _row(method: Method, samples: Sequence[Sample], shape: KVShape) -> Row:
         top1=estimate([s.top1 for s in samples]),
         encode_mb_s=raw_mb / sum(s.encode_s for s in samples),
         decode_mb_s=raw_mb / sum(s.decode_s for s in samples),
-        shares={name: size / sizes.total() for name, size in sizes.items()},
         samples=samples,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,11 +81,6 @@ class Method(ABC):
     @abstractmethod
     def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Restore K and V from the result of ``encode`` alone."""
-
-    def sizes(self, parts: Sequence[bytes]) -> Mapping[str, int]:
-        """Return the number of bytes for each kind of content in the result of ``encode``. They sum to its size. Empty
-        if the method does not tell."""
-        return {}
 
     def code(self, k: torch.Tensor, v: torch.Tensor) -> Coded:
         """Encode and decode, and measure the time of both."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from benchmarks.codec.method import Method
-from benchmarks.codec.segments import SegmentMethod, segments_of
-from sgl_kvfetch.codec.bitstream.registry import get_codec
-from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
+from benchmarks.codec.segments import SegmentMethod
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
@@ -16,42 +13,13 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 
 TARGET_KLS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 _LEVELS = 3
-SECOND_INTEGERS = "second integers"
-_COEFFICIENTS = "coefficients"
 QuantisedCell = tuple[CellPlace, CellValues, Quantised]
 
 
-class KltMethod(SegmentMethod):
-    """``klt``. ``sizes`` lists the second integers of wide coefficients separately: the bytes that the coefficients
-    take more with them than without."""
-
-    def __init__(self, target_kl: float | None, codec: str, label: str, profile: Profile) -> None:
-        """``target_kl``: None is the profile's default. ``label``: the codec's name in plots."""
-        self.klt = KltQuantiser(profile, target_kl)
-        name = "klt" if target_kl is None else f"klt-{target_kl:g}"
-        super().__init__(f"{name}/{codec}", f"klt + {label} (ours)", self.klt, codec)
-
-    def sizes(self, parts: Sequence[bytes]) -> Counter[str]:
-        found = super().sizes(parts)
-        found[SECOND_INTEGERS] = sum(
-            self._second_bytes(SegmentReader(manifest, self.klt), data) for manifest, data in segments_of(parts)
-        )
-        found[_COEFFICIENTS] -= found[SECOND_INTEGERS]
-        return found
-
-    def _second_bytes(self, reader: SegmentReader, data: bytes) -> int:
-        num_bytes = 0
-        part = [part.name for part in reader.manifest.parts].index(_COEFFICIENTS)
-        layout = reader.variant.layouts[_COEFFICIENTS]
-        for cell in reader.manifest.cells():
-            place = cell_place(reader.manifest, cell)
-            num_wide = len(self.klt.wide_coefficients(place))
-            if num_wide:
-                chunk = reader.variant.chunks[reader.stored(cell)[part].number]
-                integers = reader.decode_cell(cell, reader.chunks_in(cell, [data]))[part]
-                without = get_codec(chunk.codec).encode(layout.to_frames(integers[:-num_wide]))
-                num_bytes += chunk.size_bytes - len(without)
-        return num_bytes
+def _klt(target_kl: float | None, codec: str, label: str, profile: Profile) -> Method:
+    """Return ``klt`` at a target, by default the profile's. ``label``: the codec's name in plots."""
+    name = "klt" if target_kl is None else f"klt-{target_kl:g}"
+    return SegmentMethod(f"{name}/{codec}", f"klt + {label} (ours)", KltQuantiser(profile, target_kl), codec)
 
 
 def our_methods(profile: Profile | None) -> list[Method]:
@@ -64,7 +32,7 @@ def our_methods(profile: Profile | None) -> list[Method]:
     ]
     if profile is not None:
         methods += [
-            KltMethod(kl, codec, label, profile)
+            _klt(kl, codec, label, profile)
             for codec, label in (("ans", "rANS"), ("hevc", "HEVC"), ("zstd", "zstd"))
             for kl in in_range(profile, (None, *TARGET_KLS))
         ]

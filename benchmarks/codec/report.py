@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,22 +17,14 @@ from benchmarks.machine import machine, versions
 from benchmarks.report import COLOURS, figure, make_table
 from benchmarks.stats import Estimate
 
-FORMAT = 1
 _COLUMNS = ("method", "bits a value", "ratio", "KL (nats)", "change of NLL", "same top token", "encode MB/s")
 _TITLE = "All bytes counted; ± is a 95% confidence interval over the windows"
 _LOSSLESS_KL = 1e-9
-SAMPLED = ("bits_per_value", "kl", "dnll", "top1")
+_SAMPLED = ("bits_per_value", "kl", "dnll", "top1")
 
 
 def print_report(measured: Measured, console: Console) -> None:
     console.print(make_table(_TITLE, (*_COLUMNS, "decode MB/s"), map(_cells, measured.rows)))
-    shares = [
-        (row.name, ", ".join(f"{name} {share:.1%}" for name, share in row.shares.items()))
-        for row in measured.rows
-        if row.shares
-    ]
-    if shares:
-        console.print(make_table("Shares of the bytes", ("method", ""), shares))
     for name, reason in measured.left_out.items():
         console.print(f"{name} is left out: {reason}", style="yellow", markup=False)
     console.print(
@@ -57,7 +49,6 @@ def _cells(row: Row) -> list[str]:
 def make_report(measured: Measured, config: dict[str, Any], device: str, duration_s: float) -> dict[str, Any]:
     return {
         "benchmark": "codec",
-        "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "duration_s": duration_s,
         **{key: config[key] for key in ("model", "text", "part", "windows")},
@@ -84,27 +75,14 @@ def make_report(measured: Measured, config: dict[str, Any], device: str, duratio
 def _row_json(row: Row) -> dict[str, Any]:
     """Return the row as JSON. ``..._ci`` is ``[low, high]``, or null for a single window. ``samples``: its windows."""
     shown = {name: value for name, value in vars(row).items() if not isinstance(value, Estimate)}
-    shown["samples"] = [{name: getattr(sample, name) for name in SAMPLED} for sample in row.samples]
+    shown["samples"] = [{name: getattr(sample, name) for name in _SAMPLED} for sample in row.samples]
     for name, value in vars(row).items():
         if isinstance(value, Estimate):
             shown |= {name: value.mean, f"{name.removesuffix('_per_value')}_ci": value.interval}
     return shown
 
 
-class Plotted(Protocol):
-    """A method's point of the plot: a `Row`, or what `benchmarks.codec.equal` joins."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def bits_per_value(self) -> Estimate: ...
-    @property
-    def kl(self) -> Estimate: ...
-
-
-def plot_rates(path: Path, rows: Sequence[Plotted], subtitle: str) -> None:
+def plot_rates(path: Path, rows: Sequence[Row], subtitle: str) -> None:
     """Plot KL against bits, one curve per family; lower left is better. Whiskers are 95% confidence intervals. Lossless
     methods, with a KL of 0, are vertical lines."""
     looks = zip(cycle(COLOURS[1:]), cycle("sD^vPX<>p"), cycle(("-", "--", ":")), strict=False)

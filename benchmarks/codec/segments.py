@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 import torch
@@ -83,16 +82,6 @@ class SegmentMethod(Method):
             tokens = slice(manifest.first_page * PAGE_TOKENS, (manifest.first_page + manifest.num_pages) * PAGE_TOKENS)
             self._decode_segment(manifest, data, CellValues(k[tokens], v[tokens]))
         return k, v
-
-    def sizes(self, parts: Sequence[bytes]) -> Counter[str]:
-        """Return the bytes of each part of the cells, and of the manifests."""
-        found = Counter(manifests=sum(map(len, parts[::2])))
-        for manifest, _ in segments_of(parts):
-            (variant,) = manifest.variants
-            for part, chunk in zip(cycle(manifest.parts), variant.chunks, strict=False):
-                found[part.name] += chunk.size_bytes
-            found["coefficients"] += sum(level.size_bytes for level in manifest.levels)
-        return +found
 
     def _decode_segment(self, manifest: Manifest, data: bytes, into: CellValues) -> None:
         reader = SegmentReader(manifest, self.quantiser, num_levels=self.kept_levels)

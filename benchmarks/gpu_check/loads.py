@@ -1,7 +1,7 @@
 """Loads prompts of 32K tokens into a pool as device mode does on GPUs, and checks the values.
 
 A prompt waits in shared memory, which the loader pins. Coded cells are decoded and restored on the device
-(`coded_loads`); a prompt of values is copied layer by layer. The prompt repeats one span, as in `benchmarks.memory`.
+(`coded_loads`); a prompt of values is copied layer by layer. The prompt repeats one span, as in `prefixes`.
 Without SGLang, stand-ins for its pool and its counter of layers are used.
 """
 
@@ -21,13 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check import passes
-from benchmarks.gpu_check.quantise import make_profile
+from benchmarks.gpu_check.prefixes import PAGE_TOKENS, SPAN_TOKENS, Model, Sampler, make_pool, repeated_segments
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import make_busy
-from benchmarks.memory import GOAL_BYTES, PAGE_TOKENS, SPAN_TOKENS, Sampler, Setup, make_pool, repeated_segments
 from harness import stand_in_pool
 from harness.coded_prompts import stage_coded
-from sgl_kvfetch.codec import CellValues, KltQuantiser, Quantiser
+from sgl_kvfetch.codec import CellValues, Quantiser
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 32768
 MiB = 1 << 20
+_GOAL_BYTES = 64 << 20  # beside the scratch memory
 SCRATCH_MIB = 64, 256, 512
 _READ_PAGES = 64
 _ORDERS = 8
@@ -97,16 +97,6 @@ class SideSizes:
         return SideBuffers(buffers, PAGE_TOKENS, torch.bfloat16, rows_are_pages=True)
 
 
-@dataclass(frozen=True)
-class Model(Setup):
-    """Like Llama-3.1-8B, for `klt` with a transform that changes nothing."""
-
-    dim: int = 128
-
-    def make_quantiser(self) -> Quantiser:
-        return KltQuantiser(make_profile(self.dim, self.layers), step=1.0)
-
-
 def run(record: Record) -> None:
     if stand_in_pool.install_if_missing():
         record.note("stand-ins for SGLang's pool and counter were used: sglang is not installed")
@@ -114,7 +104,7 @@ def run(record: Record) -> None:
     device = Device(torch.device("cuda", 0))
     forward = cast(Stream, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
     make_pass = partial(make_busy, device=device.torch_device)
-    model = Model("klt", "ans", layers=32)
+    model = Model(layers=32)
     measure_copies(record, device, _COPIED_SPANS, _COPIED_BYTES)
     measure_pinning(record, device, _PINNED_BYTES, _LAUNCHES)
     measure(record, model, NUM_TOKENS, device, forward, make_pass)
@@ -158,7 +148,7 @@ def measure(
                 then_all_mb=then_all / 1e6,
             )
             prompt.check(record, f"coded cells, {scratch_mib} MiB of scratch memory")
-            if scratch_mib * MiB + then_all > GOAL_BYTES and scratch_mib == SCRATCH_MIB[0]:
+            if scratch_mib * MiB + then_all > _GOAL_BYTES and scratch_mib == SCRATCH_MIB[0]:
                 record.note(f"a load held {then_all / 1e6:.0f} MB beside {scratch_mib} MiB of scratch memory")
     with opened(pages, SCRATCH_MIB[-1] * MiB) as loader:  # as a server does that has the memory
         check = partial(prompt.check, record, "coded cells beside forward passes")
@@ -181,7 +171,7 @@ def measure_sides(record: Record, device: Device, forward: Stream, sizes: SideSi
     from sgl_kvfetch.plugin.device.pages import EnginePools, Load, SideSlots
 
     there = device.torch_device
-    pool = make_pool(Model("exact", "zstd", layers=1), 2 * PAGE_TOKENS, str(there))
+    pool = make_pool(Model(layers=1), 2 * PAGE_TOKENS, str(there))
     pages = CudaPages(pool, PAGE_TOKENS, device, forward)
     pools = {"swa": sizes.windows(there), "mamba": sizes.states(there), "indexer": sizes.keys(there)}
     last = torch.arange(sizes.window_tokens, 2 * sizes.window_tokens, device=there)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import benchmarks.memory
 from benchmarks.gpu_check import (
     __main__ as command,
     ans,
@@ -24,6 +23,7 @@ from benchmarks.gpu_check import (
     nvdec,
     nvdec_damage,
     passes,
+    prefixes,
     quantise,
 )
 from benchmarks.gpu_check.record import Record
@@ -239,9 +239,9 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     monkeypatch.setattr(loads, "SCRATCH_MIB", (1,))
     monkeypatch.setattr(passes, "_MIN_S", 0.01)
     monkeypatch.setattr(passes, "PASS_SECONDS", (0.01,))
-    for module in (loads, benchmarks.memory):
+    for module in (loads, prefixes):
         monkeypatch.setattr(module, "SPAN_TOKENS", num_tokens := 128)  # the interpreter runs restore_klt
-    model, device = loads.Model("klt", "ans", layers=3, dim=16), FakeDevice()
+    model, device = prefixes.Model(layers=3, dim=16), FakeDevice()
     launched: dict[float, int] = {}
 
     def make_pass(seconds: float) -> Callable[[], None]:

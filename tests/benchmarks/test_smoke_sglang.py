@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import burst, demo, ttft
-from benchmarks.sharegpt.__main__ import main as sharegpt
+from benchmarks import demo, ttft
+from benchmarks.sharegpt import main as sharegpt
 from benchmarks.soak import engines
 from tests.benchmarks.conftest import Run
 
@@ -52,19 +52,7 @@ def test_ttft(run: Run, tiny_llama: Path, text: Path) -> None:
     assert raw_slow["ttft_s"]["p50"] > raw_fast["ttft_s"]["p50"] + 0.8 * link_s
 
 
-def test_burst(run: Run, tiny_llama: Path, text: Path) -> None:
-    """What comes slowly is computed by a model that takes no time for it."""
-    args = ["--model", tiny_llama, "--profile", "none", "--text", text, "--part", "0:1", "--tokens", 256]
-    args += ["--stored", "raw reuse", "--mode", "host", "--requests", 2, "--gbps", "0.002"]
-    computing, fetched, ours = run(burst.main, *args)["rows"]
-    assert computing["cached_tokens"] == 0
-    assert fetched["cached_tokens"] >= 0.9 * 2 * 256
-    assert ours["cached_tokens"] == 0
-    assert ours["recomputed_tokens"] >= 0.9 * 256  # of the others, the link may have been tried
-    assert ours["p95_s"] < fetched["p95_s"]
-
-
-def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:
+def test_sharegpt(run: Run, dataset: Path) -> None:
     args = ["--dataset", dataset, "--backends", "none,kvfetch", "--turns", 2, "--max-input-tokens", 256]
     none, ours = run(sharegpt, *args, "--max-new-tokens", 4)["runs"]
     assert (none["name"], ours["name"]) == ("none", "kvfetch")
@@ -73,9 +61,8 @@ def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:
     assert none["prompts_digest"] == ours["prompts_digest"]
     assert none["cached_tokens"]["storage"] == none["wire_bytes"] == 0
     assert ours["cached_tokens"]["storage"] > 200
-    assert min(ours["wire_bytes"], ours["raw_bytes"], ours["fill"]["pages_stored"]) > 0
+    assert min(ours["wire_bytes"], ours["raw_bytes"]) > 0
     assert ours["same_answers_as_first_run"] == 4  # `exact` keeps every bit
-    assert (tmp_path / "out.png").stat().st_size > 1000
 
 
 def test_soak_of_engines(run: Run) -> None:

@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.codec.baselines.affine import pack, unpack
 from benchmarks.codec.baselines.cachegen import CacheGen
-from benchmarks.codec.baselines.kivi import Kivi
 from benchmarks.codec.baselines.turboquant import Coder, TurboQuant
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.methods import all_methods
@@ -37,20 +35,6 @@ def test_what_comes_back_is_near_what_went_in(method: Method) -> None:
     assert coded.decode_s > 0
 
 
-@pytest.mark.parametrize(
-    ("coarse", "fine"),
-    [
-        (CacheGen(8), CacheGen(32)),
-        (Kivi(2), Kivi(4)),
-    ],
-    ids=lambda method: method.name,
-)
-def test_more_bits_give_less_error(coarse: Method, fine: Method) -> None:
-    k, v = make_kv()
-    assert _bits(coarse, k, v) < _bits(fine, k, v)
-    assert _error(coarse, k, v) > 1.5 * _error(fine, k, v)
-
-
 def test_cachegen_stores_what_lmcache_stores() -> None:
     """Of one chunk, bitstreams of 256 tokens and of the other 44."""
     k, v = make_kv(num_tokens=300)
@@ -66,45 +50,8 @@ def test_cachegen_stores_what_lmcache_stores() -> None:
             assert len(coded) <= channels * (tokens * 4 // 8 + 2)
 
 
-@pytest.mark.parametrize("num_tokens", [64, 128, 320])
-def test_kivi_keeps_its_residual(num_tokens: int) -> None:
-    k, v = make_kv(num_tokens)
-    coded = Kivi(2).code(k, v)
-    k_coded, v_coded = num_tokens // 128 * 128, max(0, num_tokens - 128)
-    assert torch.equal(coded.k[k_coded:], k[k_coded:])
-    assert torch.equal(coded.v[v_coded:], v[v_coded:])
-    for restored, values, count in ((coded.k, k, k_coded), (coded.v, v, v_coded)):
-        assert not count or not torch.equal(restored[:count], values[:count])
-    per_token = 3 * 2 * 32
-    coded_bits = (k_coded + v_coded) * per_token * (2 + 2 * 16 / 32)
-    raw_bits = (2 * num_tokens - k_coded - v_coded) * per_token * 16
-    assert coded.num_bytes * 8 == coded_bits + raw_bits
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_packed_integers_have_no_gaps(bits: int) -> None:
-    integers = torch.randint(0, 1 << bits, (3, 37), generator=torch.Generator().manual_seed(bits))
-    packed = pack(integers, bits)
-    assert len(packed) == -(-3 * 37 * bits // 8)
-    assert torch.equal(unpack(packed, bits, 3 * 37).view(3, 37), integers.to(torch.uint8))
-
-
 def _turboquant(k: Coder, v: Coder, exact_layers: int = 0) -> TurboQuant:
     return TurboQuant("", "", (k, v), exact_layers)
-
-
-def test_turboquant_counts_norms_scales_and_exact_layers() -> None:
-    k, v = make_kv(layers=6)
-    dim = k.shape[-1]
-    mse, uniform = Coder("mse", 3), Coder("uniform", 4)
-    assert _bits(_turboquant(mse, mse), k, v) == 3 + 16 / dim
-    coded = ((3 + 16 / dim) + (4 + 32 / dim)) / 2
-    assert _bits(_turboquant(mse, uniform), k, v) == coded
-    assert _bits(_turboquant(mse, uniform, 2), k, v) == (coded * 2 + 16 * 4) / 6
-    restored = _turboquant(mse, uniform, 2).code(k, v)
-    for layers in (slice(0, 2), slice(4, 6)):
-        assert torch.equal(restored.k[:, layers], k[:, layers])
-        assert torch.equal(restored.v[:, layers], v[:, layers])
 
 
 def test_turboquant_errs_as_lloyd_and_max_do_on_normal_values() -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
-from benchmarks.codec import equal, kinds, speed
+from benchmarks.codec import speed
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.kv_model import KVModel
-from benchmarks.codec.measure import estimate, measure
+from benchmarks.codec.measure import measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
 from harness.models import make_tiny_mellum
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.prompts import text_digest
 from tests.benchmarks.codec.kv import make_kv
 from tests.benchmarks.conftest import Run
 from tests.codec.quant.profiles import make_profile
@@ -28,7 +24,7 @@ from tests.codec.quant.profiles import make_profile
 CONTEXT, CONTINUATION = 64, 20
 
 
-def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     profile = tmp_path / "tiny.profile"
     make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
     args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--context", 128, "--continuation", 16]
@@ -47,33 +43,10 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: p
         ] == pytest.approx([row["bits_per_value"], row["kl"], row["top1"]])
     assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
     assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
-    assert sum(rows["klt-0.001/ans"]["shares"].values()) == pytest.approx(1)
     bits, kls = ([rows[name][figure] for name in levels] for figure in ("bits_per_value", "kl"))
     assert sorted(bits) == bits
     assert kls[0] > kls[2]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert equal.main([str(tmp_path / "out.json")]) == 0
-    assert "\n| kivi-4 | " in capsys.readouterr().out
-
-
-def test_measuring_the_calibrations_text_is_noticed(
-    run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the file is called; and another text of the same name is no reason to warn."""
-    profile = make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2)
-    args = ["--model", tiny_llama, "--windows", 1, "--context", 128, "--continuation", 16]
-    klt = ["--methods", "klt-0.001/zstd"]
-    other, copy = tmp_path / "other" / text.name, tmp_path / "copy"
-    other.parent.mkdir()
-    copy.write_bytes(text.read_bytes())
-    other.write_text(f"more {text.read_text()}")
-    for calibrated_on, part, warns in ((text, "0:1", True), (text, "0.9:1", False), (other, "0:1", False)):
-        described = msgspec.structs.replace(
-            profile.calibration, text=f"{text.name} ({text_digest(calibrated_on)})", part=part
-        )
-        replace(profile, calibration=described).save(tmp_path / "p")
-        run(main, *args, "--text", copy, "--part", "0:0.8", *klt, "--profile", tmp_path / "p")
-        assert ("so klt looks too good" in capsys.readouterr().out) == warns
 
 
 def test_speed(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
@@ -85,23 +58,6 @@ def test_speed(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     for row in rows:
         assert row["restore_mb_s"] < row["decode_mb_s"]
         assert row["quantise_mb_s"] < row["encode_mb_s"]
-
-
-def test_each_kind_of_text_is_measured_beside_the_default_target(
-    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "tiny.profile"
-    profile = make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2)
-    profile.save(file)
-    monkeypatch.setattr(kinds, "KINDS", {"words": Path.read_text, "other": lambda path: path.read_text()[9000:]})
-    args = ["--model", tiny_llama, "--profile", file, "--packages", text, "--windows", 2, "--continuation", 16]
-    assert kinds.main([*map(str, args), "--context", "128"]) == 0
-    said = capsys.readouterr().out
-    costs = {line.split()[1]: line.split("|")[4] for line in said.splitlines() if "±" in line}
-    assert set(costs) == {"words", "other"}
-    worst = max(costs, key=lambda kind: float(costs[kind]))
-    assert f"worst: {worst}, {costs[worst].strip()} times the target" in said
-    assert f"of the default target, {profile.default_target_kl:.2g} |" in said
 
 
 class _Noisy(Method):
@@ -152,12 +108,6 @@ def test_sliding_windows_keep_the_whole_context(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch.log_softmax(model.model(ids[None]).logits[0, 40:].float(), -1)
         torch.testing.assert_close(model.log_probabilities(k, v, ids[40:]), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_intervals() -> None:
-    """1, 2, 3, 4: deviation sqrt(5/3), t of three degrees 3.182."""
-    assert estimate([1.0, 2.0, 3.0, 4.0]).margin == pytest.approx(3.182 * math.sqrt(5 / 3) / 2)
-    assert estimate([1.0]).interval is None
 
 
 def test_all_that_a_writer_would_store_is_counted() -> None:

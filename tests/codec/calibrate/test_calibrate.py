@@ -1,5 +1,7 @@
 """Calibration of a small random model: the weights foretell the divergence that is measured."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -327,3 +329,23 @@ def test_a_model_that_overflows_is_named(model: LayeredModel, windows: list[torc
         calibrate_model(
             LayeredModel(str(path)), {"text": windows[:2]}, plain_layers(model.num_layers), CALIBRATION, OPTIONS
         )
+
+
+def test_the_default_text_has_what_its_kinds_promise() -> None:
+    kinds = {kind.name: kind.texts for kind in read_kinds(())[0]}
+    letters = {
+        "english": "[a-z]", "german": "[äöüß]", "russian": "[а-я]", "arabic": "[ء-ي]", "chinese": "[一-鿿]",
+        "japanese": "[ぁ-ヿ]",
+    }  # fmt: skip
+    assert {*kinds} == {*letters, "code", "tools", "chats"}
+    least = {"english": 0.4, "german": 0.01, "arabic": 0.5, "russian": 0.4, "chinese": 0.3, "japanese": 0.2}
+    for kind, pattern in letters.items():
+        whole = "".join(kinds[kind])
+        assert len(re.findall(pattern, whole)) > least[kind] * len(whole), kind
+    for text in kinds["tools"][:-1]:  # the last one is cut
+        head, tools, *turns = text.splitlines()
+        assert head == "You may call these tools:"
+        names = {tool["name"] for tool in json.loads(tools)}
+        calls = [call for line in turns if line.startswith("ASSISTANT: ") for call in json.loads(line[11:])]
+        assert calls
+        assert {call["name"] for call in calls} <= names

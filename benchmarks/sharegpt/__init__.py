@@ -1,1 +1,0 @@
-"""Measures the time to first token of multi-turn conversations with SGLang, and how much the cache saves."""
