@@ -92,10 +92,11 @@ ADVICE: dict[Reason, str] = {
     Reason.OTHER_CACHE: "start all servers of a model with the same KV cache dtype, side pools and pipeline stages",
     Reason.OTHER_SALT: "send the cache_salt that the first request had: it keeps tenants apart",
     Reason.OTHER_HEADS: "see in the other ranks' log why they did not write",
-    Reason.NEVER_WRITTEN: "see sgl_kvfetch_written_pages_total by result, and mode and --hicache-write-policy",
+    Reason.NEVER_WRITTEN: "see sgl_kvfetch_written_pages_total by result, mode and --hicache-write-policy; if prompts "
+    "like it were sent before, kvfetch why --log finds what changes in them",
     Reason.EVICTED: "a larger --capacity; kvfetch pin keeps a prompt",
     Reason.EXPIRED: "a longer ttl_s on the servers that write",
-    Reason.DIVERGES: "move what changes (a date, an id, a list) to the end; nothing if prompts should differ there",
+    Reason.DIVERGES: "move what changes (a date, an id, a list) to the end; kvfetch why --log finds it in a log",
     Reason.COARSE: "a larger --capacity, or a larger max_kl",
     Reason.CORRUPT: "kvfetch verify names the damage; delete the segment, and servers write it again",
     Reason.FORMAT: "kvfetch verify names the damage; if all segments have it, update this server",

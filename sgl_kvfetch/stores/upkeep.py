@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, Labels, SegmentKey, are_named, parse_object_name
+from sgl_kvfetch.keys import Labels, SegmentKey, are_named, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import AdminStore, ObjectInfo, Store
 from sgl_kvfetch.stores.notes import pinned_segments
@@ -33,9 +33,6 @@ class EvictionRank(NamedTuple):
 
 _, *_COLUMNS = EvictionRank._fields
 LIVE_RANK_SQL = ", ".join(_COLUMNS)  # to sort segments that have not expired, in a table with these columns
-
-
-_MOST_FOLDERS = 64
 
 
 @dataclass(slots=True)
@@ -137,22 +134,6 @@ def decode_named_manifest(content: bytes, name: str) -> Manifest:
     if manifest.key.manifest_name != name:
         raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
     return manifest
-
-
-async def stored_page_sizes(store: AdminStore) -> set[int]:
-    """Return the page sizes, in tokens, of the first `_MOST_FOLDERS` folders. Raises StoreError.
-
-    Reads one manifest a folder.
-    """
-    sizes = set()
-    for folder in sorted(await store.folders())[:_MOST_FOLDERS]:
-        async for info in store.list(f"{folder}/"):
-            if info.name.endswith(MANIFEST_SUFFIX):
-                segment = StoredSegment(parse_object_name(info.name).segment)
-                if (manifest := await first_readable_manifest(store, [segment])) is not None:
-                    sizes.add(manifest.namespace.page_size)
-                break
-    return sizes
 
 
 async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:

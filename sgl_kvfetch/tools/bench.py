@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import statistics
 import time
@@ -18,7 +17,7 @@ from aiohttp import ClientSession
 from msgspec import Struct
 from rich.table import Table
 
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.reasons import ADVICE
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.prompts import FileOption
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.5
 _WRITE_WAIT_S = 60.0  # until a store that takes nothing of what was computed is taken for one that never will
-_UNSEEN_WAIT_S = 10.0  # after all was computed, if no metrics say when it is written
 _ADVICE: dict[str, str] = {
     "in_memory": "the server had them in its memory: --reader must be another server",
     "unknown": "kvfetch why STORE --server URL --file FILE looks for the reason",
@@ -51,15 +49,13 @@ _ADVICE: dict[str, str] = {
 
 class Measured(Struct, frozen=True):
     """Requests of a group in one pass. Tokens that were not computed, those of them that came from the store, and bytes
-    that were read from it are means of a prompt. The bytes are None if the server has no metrics."""
+    that were read from it are means of a prompt. The bytes are None if some prompts of the group were not fetched."""
 
     p50_s: float
-    p95_s: float  # by nearest rank
     all_s: list[float]
     cached_tokens: int
     stored_tokens: int
     wire_bytes: int | None
-    raw_bytes: int | None
 
 
 class GroupResult(Struct, frozen=True):
@@ -78,9 +74,7 @@ class BenchResult(Struct, frozen=True):
     server: str
     reader: str
     model: str
-    sglang_version: str
     page_size: int
-    concurrency: int
     skipped_prompts: int
     groups: list[GroupResult]
 
@@ -90,7 +84,6 @@ def bench(
     lengths: Annotated[str, option("TOKENS,...", "Without --file: lengths of prompts of our own.")] = "1024,4096",
     file: FileOption = None,
     prompts: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
-    concurrency: Annotated[int, option("COUNT", "Requests at a time.", min=1)] = 1,
     flush: Annotated[
         bool,
         option(
@@ -112,10 +105,9 @@ def bench(
     and empties nothing. Measure while nobody else sends requests: a busy server refuses to empty its caches.
 
     Without --file, prompts are cut from Python's language reference. The first prompt of each group is sent once more
-    before the others, and not counted. Start the server with --enable-metrics: without them, bytes are missing, and
-    prompts are written while others are computed. If the server has a memory_cache, prompts come from there. What was
-    written stays in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the
-    environment; --flush needs the admin key, if there is one.
+    before the others, and not counted. The servers need --enable-metrics. If the server has a memory_cache, prompts
+    come from there. What was written stays in the store until it is evicted. A server with an API key needs it as
+    SGLANG_API_KEY in the environment; --flush needs the admin key, if there is one.
 
     The times of "fetched" are of prompts that came from the store. For the others, the command says why they did not.
     The exit code is 1 if nothing was fetched.
@@ -134,15 +126,13 @@ def bench(
             "other users' prompts; --reader URL measures on a second server instead, and empties nothing"
         )
     sizes = parse_lengths(lengths)
-    result = asyncio.run(_bench(server, reader, sizes, file, prompts, concurrency))
+    result = asyncio.run(_bench(server, reader, sizes, file, prompts))
     show(result, as_json, _report(result))
     if not any(group.fetched for group in result.groups):
         raise typer.Exit(1)
 
 
-async def _bench(
-    server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int
-) -> BenchResult:
+async def _bench(server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int) -> BenchResult:
     """Time prompts that the server computes, and the same ones fetched by ``reader``. Raises ConfigError."""
     async with open_server(server) as session:
         info = await server_info(session, server)
@@ -156,17 +146,14 @@ async def _bench(
         salt = f"kvfetch-bench-{secrets.token_hex(8)}"
         with make_progress("bench") as progress:
             task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
-            run = _Run(session, salt, info["page_size"], concurrency, progress, task)
+            run = _Run(session, salt, info["page_size"], progress, task)
             computed = [await run.send(server, group, waits=True) for group in groups]
-            if any(sent.read is None for sent in computed):
-                await asyncio.sleep(_UNSEEN_WAIT_S)
             if reader == server:
                 await flush_cache(session, server)
             again = [await run.send(reader, group) for group in groups]
         asked = await ask_status(session, reader)
     results = [_group_result(*each, asked) for each in zip(groups, computed, again, strict=True)]
-    model, version = served_model(info), str(info.get("version"))
-    return BenchResult(server, reader, model, version, info["page_size"], concurrency, num_skipped, results)
+    return BenchResult(server, reader, served_model(info), info["page_size"], num_skipped, results)
 
 
 def _require_one_namespace(writing: Asked, reading: Asked) -> None:
@@ -192,70 +179,55 @@ def _group_result(group: Group, computed: _Sent, again: _Sent, asked: Asked) -> 
         name=group.name,
         num_prompts=len(group.prompts),
         prompt_tokens=round(statistics.median(map(len, group.prompts))),
-        computed=_measured(computed.answers, computed.read),
+        computed=_measured(computed.answers, computed.read_bytes),
         # Reads of prompts that were not fetched in the end are in the sum of bytes, too.
-        fetched=_measured(fetched, None if others else again.read) if fetched else None,
+        fetched=_measured(fetched, None if others else again.read_bytes) if fetched else None,
         not_fetched=dict(not_fetched),
     )
 
 
-def _measured(answers: Sequence[_Answer], read: tuple[int, int] | None) -> Measured:
-    """``read``: all bytes that were read for these answers, on the wire and raw."""
+def _measured(answers: Sequence[_Answer], read_bytes: int | None) -> Measured:
+    """``read_bytes``: all that were read for these answers."""
     times = [answer.ttft_s for answer in answers]
     return Measured(
         p50_s=statistics.median(times),
-        p95_s=sorted(times)[math.ceil(0.95 * len(times)) - 1],
         all_s=times,
         cached_tokens=round(statistics.mean(sum(answer.cached.values()) for answer in answers)),
         stored_tokens=round(statistics.mean(answer.cached["storage"] for answer in answers)),
-        wire_bytes=read[0] // len(times) if read else None,
-        raw_bytes=read[1] // len(times) if read else None,
+        wire_bytes=None if read_bytes is None else read_bytes // len(times),
     )
 
 
 class _Run:
     """Sends groups of prompts. A prompt has one salt in all passes, and no other prompt has it."""
 
-    def __init__(
-        self, session: ClientSession, salt: str, page_size: int, concurrency: int, progress: Progress, task: Any
-    ) -> None:
-        self._session, self._salt, self._page_size, self._concurrency = session, salt, page_size, concurrency
+    def __init__(self, session: ClientSession, salt: str, page_size: int, progress: Progress, task: Any) -> None:
+        self._session, self._salt, self._page_size = session, salt, page_size
         self._progress, self._task = progress, task
 
     async def send(self, server: str, group: Group, waits: bool = False) -> _Sent:
-        """Send a group to a server. ``waits``: after each few until they are stored, which would take time from those
+        """Send a group to a server. ``waits``: after each prompt until it is stored, which would take time from those
         that follow."""
         metrics = _Metrics(self._session, server)
-        await self._send_some(metrics, group.name, [("first", group.prompts[0])], waits)
+        await self._ask(metrics, group.prompts[0], f"{group.name} first", waits)
         before = await metrics.read()
-        answers: list[_Answer] = []
-        numbered = [(str(number), prompt) for number, prompt in enumerate(group.prompts)]
-        for start in range(0, len(numbered), self._concurrency):
-            some = numbered[start : start + self._concurrency]
-            answers += await self._send_some(metrics, group.name, some, waits)
+        answers = [
+            await self._ask(metrics, prompt, f"{group.name} {number}", waits)
+            for number, prompt in enumerate(group.prompts)
+        ]
         after = await metrics.read()
-        if before is None or after is None:
-            return _Sent(answers, None)
-        return _Sent(answers, (after.wire_bytes - before.wire_bytes, after.raw_bytes - before.raw_bytes))
+        return _Sent(answers, after.read_bytes - before.read_bytes)
 
-    async def _send_some(
-        self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], waits: bool
-    ) -> list[_Answer]:
-        before = await metrics.read()
-        answers = await asyncio.gather(
-            *(self._ask(metrics.server, prompt, f"{self._salt} {name} {number}") for number, prompt in prompts)
-        )
-        self._progress.advance(self._task, len(prompts))
-        if waits:
-            num_pages = sum(len(prompt) // self._page_size for _, prompt in prompts)
-            await metrics.wait_until_written(before, num_pages)
-        return answers
-
-    async def _ask(self, server: str, prompt: Sequence[int], cache_salt: str) -> _Answer:
+    async def _ask(self, metrics: _Metrics, prompt: Sequence[int], name: str, waits: bool) -> _Answer:
         """Have a prompt's first token generated: when the answer is there, so is the token."""
+        before = await metrics.read()
         began_s = time.perf_counter()
-        meta = await generate(self._session, server, prompt, 1, cache_salt)
-        return _Answer(time.perf_counter() - began_s, meta.by_tier, meta.id, len(prompt))
+        meta = await generate(self._session, metrics.server, prompt, 1, f"{self._salt} {name}")
+        answer = _Answer(time.perf_counter() - began_s, meta.by_tier, meta.id, len(prompt))
+        self._progress.advance(self._task)
+        if waits:
+            await metrics.wait_until_written(before, len(prompt) // self._page_size)
+        return answer
 
 
 class _Answer(NamedTuple):
@@ -268,10 +240,10 @@ class _Answer(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """``read``: bytes that the server read meanwhile, on the wire and raw; None if it has no metrics."""
+    """``read_bytes``: what the server read meanwhile."""
 
     answers: list[_Answer]
-    read: tuple[int, int] | None
+    read_bytes: int
 
 
 class _Sample(Struct, frozen=True):
@@ -279,8 +251,7 @@ class _Sample(Struct, frozen=True):
 
     written_pages: int  # or dropped
     queued: str  # pages to be written, for people
-    wire_bytes: int  # read
-    raw_bytes: int
+    read_bytes: int
 
 
 class _Metrics:
@@ -288,30 +259,24 @@ class _Metrics:
         self.server = server
         self._session = session
 
-    async def read(self) -> _Sample | None:
-        """Return None if the server has no metrics of ours."""
+    async def read(self) -> _Sample:
+        """Raises ConfigError if the server has no metrics of ours."""
         samples = await server_samples(self._session, self.server)
         if not any(sample.name.startswith("sgl_kvfetch_") for sample in samples):
-            return None
+            raise ConfigError(f"{self.server} has no metrics of sgl_kvfetch: start it with --enable-metrics")
         return _Sample(
             round(total(samples, "sgl_kvfetch_written_pages_total")),
             queued_text(samples),
             round(total(samples, "sgl_kvfetch_wire_bytes_total", direction="read")),
-            round(total(samples, "sgl_kvfetch_raw_bytes_total", direction="read")),
         )
 
-    async def wait_until_written(self, before: _Sample | None, num_pages: int) -> None:
+    async def wait_until_written(self, before: _Sample, num_pages: int) -> None:
         """Wait until that many pages have been written since ``before``, and nothing has changed for a moment: several
-        ranks write what one request computed. Without metrics, do not wait. Raises ConfigError if nothing changes for
-        ``_WRITE_WAIT_S``."""
-        if before is None:
-            return
+        ranks write what one request computed. Raises ConfigError if nothing changes for ``_WRITE_WAIT_S``."""
         last, until = before, asyncio.get_running_loop().time() + _WRITE_WAIT_S
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             now = await self.read()
-            if now is None:
-                raise StoreError("server", f"{self.server} has no metrics of sgl_kvfetch any more")
             num_written = now.written_pages - before.written_pages
             if now == last and num_written >= num_pages and not now.queued:
                 return
@@ -329,37 +294,25 @@ class _Metrics:
 
 def _report(result: BenchResult) -> Iterator[Table | str]:
     """Yield what a benchmark found: a table, and what its figures mean."""
-    columns = ("prompts", "tokens", "computed, p50 (p95)", "fetched, p50 (p95)", "sooner")
-    table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes", "smaller"))
+    columns = ("prompts", "tokens", "computed, p50", "fetched, p50", "sooner")
+    table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes"))
     table.title = f"Time to first token in s: {result.model}"
     not_fetched = Counter[str]()
     for group in result.groups:
         computed, fetched = group.computed, group.fetched
         not_fetched.update(group.not_fetched)
-        of_fetched = ["-"] * 6 if fetched is None else _fetched_cells(fetched, computed)
-        table.add_row(group.name, f"{group.num_prompts:,}", f"{group.prompt_tokens:,}", _times(computed), *of_fetched)
+        cells = [group.name, f"{group.num_prompts:,}", f"{group.prompt_tokens:,}", f"{computed.p50_s:.3g}"]
+        if fetched is None:
+            cells += ["-"] * 5
+        else:
+            cells += [f"{fetched.p50_s:.3g}", format_ratio(computed.p50_s / fetched.p50_s)]
+            cells += [f"{fetched.cached_tokens:,}", f"{fetched.stored_tokens:,}"]
+            cells += ["-" if fetched.wire_bytes is None else format_size(fetched.wire_bytes)]
+        table.add_row(*cells)
     yield table
     yield "Tokens and bytes are means of a fetched prompt: from any cache, from the store, and on the network."
     if result.skipped_prompts:
         yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
-    if any(group.computed.wire_bytes is None for group in result.groups):
-        yield "the server has no metrics (--enable-metrics), which would say how many bytes were fetched"
     num_prompts = sum(group.num_prompts for group in result.groups)
     for reason, count in not_fetched.most_common():
         yield f"{count} of {num_prompts} prompts were not fetched: {reason}. What to do: {_ADVICE[reason]}"
-
-
-def _times(measured: Measured) -> str:
-    return f"{measured.p50_s:.3g} ({measured.p95_s:.3g})"
-
-
-def _fetched_cells(fetched: Measured, computed: Measured) -> list[str]:
-    smaller = fetched.raw_bytes / fetched.wire_bytes if fetched.raw_bytes and fetched.wire_bytes else None
-    return [
-        _times(fetched),
-        format_ratio(computed.p50_s / fetched.p50_s),
-        f"{fetched.cached_tokens:,}",
-        f"{fetched.stored_tokens:,}",
-        "-" if fetched.wire_bytes is None else format_size(fetched.wire_bytes),
-        format_ratio(smaller),
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
@@ -35,7 +34,6 @@ from sgl_kvfetch.tools.terminal import (
     say,
     show,
 )
-from sgl_kvfetch.user_files import parse_duration
 
 
 class ClearSummary(Struct):
@@ -55,9 +53,6 @@ def clear(
     store: PartArgument,
     access: IndexedAccess,
     model: Annotated[str | None, option("NAME", f"Only segments of this model: {MODEL_HELP}")] = None,
-    older_than: Annotated[
-        str | None, option("AGE", "Only segments that were written longer ago, such as 90s, 45m, 12h or 30d.")
-    ] = None,
     pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
     dry_run: DryRunOption = False,
     yes: YesOption = False,
@@ -74,20 +69,16 @@ def clear(
 
         kvfetch clear http://127.0.0.1:8700
 
-        kvfetch clear http://127.0.0.1:8700 --model llama-70b --older-than 30d --dry-run
+        kvfetch clear http://127.0.0.1:8700 --model llama-70b --dry-run
 
         kvfetch clear s3://kv-cache/llama#4f0c --index redis://10.0.0.5:6379/0 --yes
     """
-    age_s = None if older_than is None else parse_duration(older_than)
     tell = partial(say, err=as_json)
 
     async def select_and_delete(part: StorePart) -> ClearSummary:
         """Delete what the options select, once the user has agreed. Return what it was."""
         opened = part.store
         segments = await select_segments(part, model)
-        if age_s is not None:
-            written_before_s = time.time() - age_s
-            segments = [segment for segment in segments if segment.modified_s < written_before_s]
         kept = set() if pinned else await pinned_segments(opened, {segment.key.namespace for segment in segments})
         free = [segment for segment in segments if segment.key not in kept]
         cleared = _summary(free, len(segments) - len(free))
@@ -98,7 +89,7 @@ def clear(
             return cleared
         if not yes:
             ask_to_delete(err=as_json)
-        if model is None and age_s is None and not cleared.num_pinned:
+        if model is None and not cleared.num_pinned:
             swept = Swept(await opened.delete_prefix(part.prefix))  # a few requests, whatever the number of segments
         else:
             swept = await sweep_segments(opened, free, grace_s=0)

@@ -14,10 +14,10 @@ from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
 from sgl_kvfetch.stores import PINS, AdminStore, Pin
-from sgl_kvfetch.stores.notes import MAX_LABEL, MAX_PIN_PAGES, get_pin, put_pin
-from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
+from sgl_kvfetch.stores.notes import MAX_PIN_PAGES, get_pin, put_pin
+from sgl_kvfetch.stores.upkeep import pages_stored
 from sgl_kvfetch.tools.target import run_on_store
-from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, say, show
+from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, show
 
 _LABEL = 60  # characters of a prompt
 
@@ -48,9 +48,6 @@ def pin(
     model: TokenizerOption = None,
     page_size: Annotated[int | None, option("TOKENS", "SGLang's --page-size.", min=1)] = None,
     cache_salt: SaltOption = None,
-    label: Annotated[
-        str | None, option("TEXT", "The pin's name in the list; by default, the prompt's beginning.")
-    ] = None,
     remove: Annotated[
         list[str] | None, option("NAME", "Remove a pin, by its name in the list, instead. Repeatable.")
     ] = None,
@@ -74,7 +71,7 @@ def pin(
     """
     if remove and (prompt is not None or file is not None):
         raise ConfigError("give either --remove, or the --prompt or --file to pin")
-    new = _pins_of(prompts_of(prompt, file), model, page_size, cache_salt, label)
+    new = _pins_of(prompts_of(prompt, file), model, page_size, cache_salt)
 
     failures: dict[str, str] = {}
 
@@ -90,8 +87,6 @@ def pin(
             PinSummary(k.name, k.label, len(k.page_hashes), k.page_size, await pages_stored(store, k.page_hashes))
             for k in kept
         ]
-        if page_size is not None and not any(one.stored_pages for one in pins):
-            await _compare_page_sizes(store, page_size)
         return pins
 
     found = run_on_store(store, access, change)
@@ -126,13 +121,7 @@ def tokens_of(prompts: Sequence[Prompt], model: str | None) -> list[Tokens]:
     return tokenise(model or "", prompts)
 
 
-def _pins_of(
-    prompts: Sequence[Prompt],
-    model: str | None,
-    page_size: int | None,
-    cache_salt: str | None,
-    label: str | None,
-) -> list[Pin]:
+def _pins_of(prompts: Sequence[Prompt], model: str | None, page_size: int | None, cache_salt: str | None) -> list[Pin]:
     """Make a pin of each prompt. Raises ConfigError."""
     if prompts and page_size is None:
         raise ConfigError("a prompt needs --page-size, SGLang's")
@@ -143,17 +132,9 @@ def _pins_of(
         if not 1 <= len(hashes) <= MAX_PIN_PAGES:
             raise ConfigError(f"a prompt has {len(tokens)} tokens, which are {len(hashes)} pages of {page_size} tokens")
         begins = str(given).strip()
-        called = label if label is not None else begins[:_LABEL] + "..." * (len(begins) > _LABEL)
-        pins.append(Pin(called[:MAX_LABEL], page_size, b"".join(hashes)))
+        called = begins[:_LABEL] + "..." * (len(begins) > _LABEL)
+        pins.append(Pin(called, page_size, b"".join(hashes)))
     return pins
-
-
-async def _compare_page_sizes(store: AdminStore, page_size: int) -> None:
-    """Say on stderr if the store has segments, and all of another page size: no page of this size can be found."""
-    sizes = await stored_page_sizes(store)
-    if sizes and page_size not in sizes:
-        stored = " or ".join(map(str, sorted(sizes)))
-        say(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
 
 
 def _stored_text(stored_pages: Mapping[str, int]) -> str:

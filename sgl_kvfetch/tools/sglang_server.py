@@ -67,10 +67,6 @@ class _Tokens(Struct):
     tokens: list[int]
 
 
-class _Text(Struct):
-    text: str
-
-
 @contextlib.asynccontextmanager
 async def open_server(server: str) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session with the API key of the environment. What goes wrong with the SGLang server raises StoreError,
@@ -148,12 +144,6 @@ async def flush_cache(session: aiohttp.ClientSession, server: str) -> None:
 async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str) -> list[int]:
     """Return the tokens that the server's tokenizer makes of a text."""
     return (await ask_for(_Tokens, session, "POST", f"{server}/tokenize", {"prompt": text})).tokens
-
-
-async def text_on(session: aiohttp.ClientSession, server: str, tokens: Sequence[int]) -> str:
-    """Return the text that the server's tokenizer makes of tokens."""
-    body = {"tokens": list(tokens), "skip_special_tokens": False}
-    return (await ask_for(_Text, session, "POST", f"{server}/detokenize", body)).text
 
 
 async def generate(

@@ -82,15 +82,18 @@ def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, **settings)
 
 
-def json_flag(shape: Any) -> Any:
-    """Return the flag ``--json`` of a command that prints ``shape``: a record's type, a list of one, or a text."""
+def json_flag(*shapes: Any) -> Any:
+    """Return the flag ``--json`` of a command that prints one of ``shapes``: a record's type, a list of one, or a
+    text."""
+    return option(None, f"Print JSON, for programs: {'; or '.join(map(_shape_text, shapes))}.", "--json")
+
+
+def _shape_text(shape: Any) -> str:
     if isinstance(shape, str):
-        text = shape
-    elif isinstance(shape, type):
-        text = f"an object with {_fields_of(shape)}"
-    else:
-        text = f"a list, each with {_fields_of(*get_args(shape))}"
-    return option(None, f"Print JSON, for programs: {text}.", "--json")
+        return shape
+    if isinstance(shape, type):
+        return f"an object with {_fields_of(shape)}"
+    return f"a list, each with {_fields_of(*get_args(shape))}"
 
 
 def _fields_of(record: type, with_inner: bool = True) -> str:

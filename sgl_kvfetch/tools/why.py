@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -27,31 +26,30 @@ from sgl_kvfetch.codec import NO_KEYS, Manifest, StoreKeys, decode_manifest
 from sgl_kvfetch.errors import (
     ConfigError,
     FormatError,
-    KVFetchError,
     NamespaceMismatchError,
     StoreError,
     UnsupportedError,
 )
 from sgl_kvfetch.keys import Labels, Namespace, label_of_request
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, text_of
+from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
 from sgl_kvfetch.reasons import ADVICE, Reason, reason_of
 from sgl_kvfetch.status import STATUS_KEY, Decided, ServerStatus
 from sgl_kvfetch.stores import AdminStore, Lookup
-from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, list_segments, read_manifest, whole_pages
+from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, list_segments, whole_pages
+from sgl_kvfetch.tools.broken_prefixes import BrokenPrefix, broken_prefixes, lines_of
 from sgl_kvfetch.tools.prompts import FileOption, PromptOption, SaltOption, TokenizerOption, prompts_of, tokens_of
 from sgl_kvfetch.tools.sglang_server import (
     open_server,
     queued_text,
     server_info,
     server_samples,
-    text_on,
     tokenise_on,
     total,
 )
 from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import IndexedAccess, KeyFileOption, StoreArgument, json_flag, option, show
+from sgl_kvfetch.tools.terminal import STORE_HELP, IndexedAccess, KeyFileOption, json_flag, option, show
 from sgl_kvfetch.tools.verify import Verifier
 from sgl_kvfetch.types import first_to_last
 
@@ -63,46 +61,30 @@ _FIELDS = {
     "model_dtype": Reason.OTHER_FLAGS,
 }
 
-# Page hashes cover all tokens before a page. So prompts whose first pages differ have no trace of one another.
-_BEGINS_ANEW = (
-    "if prompts like it were sent before, something changes in this page, such as a date or an id: move it to the end. "
-    "If none was, nothing: the server stores the prompt when it is sent"
-)
 _MOST_SHOWN = 3  # requests with a prompt
-_MOST_TEXT = 300  # characters of a page
 # Why pages were dropped, by `sgl_kvfetch_written_pages_total`. For the others, writes are counted by reason.
 _DROPPED = {
     "dropped_full": "the write queue was full",
     "dropped_invalid": "they have values that cannot be quantised, or SGLang did not say what is before them",
     "dropped_data_plane": "the data plane ended",
 }
-_MOST_READ = 512  # manifests, the newest ones, to find prompts that begin like this one
+
 
 HashesAt = Callable[[int], list[bytes]]  # the hashes of the prompt's whole pages of so many tokens
 
 
 class Finding(Struct, frozen=True):
-    """Why pages ``first_page`` up to ``end_page`` are not served. ``advice``: what to do; "" for that of the reason."""
+    """Why pages ``first_page`` up to ``end_page`` are not served."""
 
     reason: Reason
     first_page: int
     end_page: int
     detail: str
-    advice: str = ""
-
-
-class Stored(Struct, frozen=True):
-    """How much of a prompt is stored for one namespace: whole pages from the first on, with all heads."""
-
-    namespace: str  # its digest
-    num_pages: int
-    page_size: int
 
 
 class Explained(Struct, frozen=True):
     """What became of one prompt, or of one request. ``namespace``: the digest of the one that was looked into; "" if
-    there is none. ``called``: its model and quantiser, for people. ``elsewhere``: other namespaces that have the
-    prompt's first page. ``audits``: what the server's audits say, "" if it did not tell."""
+    there is none. ``called``: its model and quantiser, for people."""
 
     num_tokens: int
     num_pages: int
@@ -111,9 +93,7 @@ class Explained(Struct, frozen=True):
     called: str
     stored_pages: int
     findings: list[Finding]
-    elsewhere: list[Stored]
     decided: list[Decided]
-    audits: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,8 +108,8 @@ class Asked:
 
 
 def why(
-    store: StoreArgument,
     access: IndexedAccess,
+    store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=STORE_HELP)] = None,
     prompt: PromptOption = None,
     file: FileOption = None,
     server: Annotated[
@@ -140,8 +120,9 @@ def why(
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
+    log: Annotated[Path | None, option("FILE", "A log of requests: say what breaks their prefixes.")] = None,
     key_file: KeyFileOption = None,
-    as_json: Annotated[bool, json_flag(list[Explained])] = False,
+    as_json: Annotated[bool, json_flag(list[Explained], list[BrokenPrefix])] = False,
 ) -> None:
     """Say why a prompt, or a request, was not served from a store, and what to do about it.
 
@@ -150,9 +131,15 @@ def why(
     command lists the store, and reads and decodes the prompt's segments, which counts as a use of them. A server
     with an API key needs it as SGLANG_API_KEY in the environment.
 
+    With --log, the command names the ten places that cost most in a log of requests: where a prompt parts from an
+    earlier one although what follows is the same again, such as a date, an id or a list in its beginning. A line is
+    one of SGLang's --log-requests, or JSON with messages, prompt, text or input_ids, also inside request or body.
+
     The exit code is 0 if nothing is in the way, and 1 if there is a reason.
 
     Examples:
+
+        kvfetch why --log requests.jsonl
 
         kvfetch why http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompt.txt
 
@@ -160,6 +147,13 @@ def why(
 
         kvfetch why /var/cache/kv --file prompt.txt --model /models/llama
     """
+    if (log is None) == (store is None) or (log and (prompt or file or server or request)):
+        raise ConfigError("give either STORE and what to look for, or --log, which takes --model alone")
+    if log is not None:
+        places, num_requests = broken_prefixes(log, model)
+        show(places, as_json, lines_of(places, num_requests))
+        raise typer.Exit(bool(places))
+    assert store is not None
     prompts = prompts_of(prompt, file, required=request is None)
     if request is not None and (prompts or server is None):
         raise ConfigError("--request needs --server, and neither --prompt nor --file")
@@ -193,7 +187,7 @@ def why(
                 status.coarseness if status else 0,
                 range(status.first_head, status.end_head) if status else None,
             )
-            explained.append(await _with_text(await _explain(diagnosis, len(tokens), asked), tokens, model, server))
+            explained.append(await _explain(diagnosis, len(tokens), asked))
         return explained
 
     found = run_on_store(store, access, explain)
@@ -206,11 +200,9 @@ def why(
 async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -> Explained:
     """Explain one prompt. Raises StoreError."""
     status = asked.status if asked else None
-    stored = await diagnosis.stored()
-    wanted = status.namespace if status else stored[0][1] if stored else None
+    wanted = status.namespace if status else await diagnosis.fullest()
     page_size = wanted.page_size if wanted else asked.page_size if asked else diagnosis.only_page_size
     digest = wanted.digest() if wanted else ""
-    elsewhere = [each for each, _ in stored if each.namespace != digest]
     hashes = diagnosis.hashes_at(page_size) if page_size else []
     decided = [each for each in status.recent if bytes.fromhex(each.first_hash) in hashes] if status else []
     findings = list(_in_the_way(asked, num_tokens, page_size)) if asked else []
@@ -221,16 +213,12 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
         num_stored, finding = await diagnosis.explain(wanted)
         if finding is not None:
             findings.append(_with_memory(_with_writes(finding, asked), decided, hashes))
-    findings = [_with_beginning(each, diagnosis, digest, asked) for each in findings]
     last = _of_request(decided[-1], hashes) if decided else None
-    # The last request may have been another prompt's, which begins like this one: where they part was found above.
+    # The last request may have been another prompt's, which begins like this one.
     if last is not None and last.reason not in [Reason.DIVERGES, *(f.reason for f in findings)]:
         findings.append(last)
     called = _called(wanted, status.labels if status else _labels_of(diagnosis, digest)) if wanted else ""
-    audits = _audits(status)
-    return Explained(
-        num_tokens, len(hashes), page_size, digest, called, num_stored, findings, elsewhere, decided, audits
-    )
+    return Explained(num_tokens, len(hashes), page_size, digest, called, num_stored, findings, decided)
 
 
 def _not_found(diagnosis: Diagnosis, num_tokens: int, page_size: int) -> Finding:
@@ -241,36 +229,6 @@ def _not_found(diagnosis: Diagnosis, num_tokens: int, page_size: int) -> Finding
     if num_tokens <= page_size:
         return Finding(Reason.SHORT, 0, num_pages, _too_short(num_tokens, page_size, page_size))
     return Finding(Reason.NEVER_WRITTEN, 0, num_pages, "no namespace has the prompt's first page")
-
-
-async def _with_text(explained: Explained, tokens: Tokens, model: str | None, server: str | None) -> Explained:
-    """Return the same with the prompt's text where it leaves what is stored, if a tokenizer is known."""
-    text = partial(_text_at, tokens=tokens, page_size=explained.page_size, model=model, server=server)
-    findings = []
-    for each in explained.findings:
-        is_new = each.reason == Reason.NEVER_WRITTEN and not explained.stored_pages
-        if explained.num_pages and (each.reason == Reason.DIVERGES or is_new):
-            found, where = await text(each.first_page), tokens_of_page(each.first_page, explained.page_size)
-            said = f"Its {where} are {found}" if found else ""
-            if is_new:
-                said = f"No stored prompt has its {where}{f': {found}' if found else ''}"
-            each = msgspec.structs.replace(each, detail=". ".join(filter(None, (each.detail, said))))
-        findings.append(each)
-    return msgspec.structs.replace(explained, findings=findings)
-
-
-async def _text_at(page: int, tokens: Tokens, page_size: int, model: str | None, server: str | None) -> str:
-    """Return the text of a page as a JSON string, cut; nothing without a tokenizer that can tell."""
-    tokens = tokens[page * page_size : (page + 1) * page_size]
-    text = ""
-    with suppress(KVFetchError):
-        if model is not None:
-            text = text_of(model, tokens)
-        elif server is not None and tokens:
-            async with open_server(url := server.rstrip("/")) as session:
-                text = await text_on(session, url, tokens)
-    cut = text[:_MOST_TEXT] + "..." * (len(text) > _MOST_TEXT)
-    return msgspec.json.encode(cut).decode() if text else ""  # in quotes, without line breaks
 
 
 def _in_the_way(asked: Asked, num_tokens: int, page_size: int) -> Iterator[Finding]:
@@ -322,15 +280,6 @@ def _with_writes(finding: Finding, asked: Asked | None) -> Finding:
     return msgspec.structs.replace(finding, detail=detail)
 
 
-def _with_beginning(finding: Finding, diagnosis: Diagnosis, digest: str, asked: Asked | None) -> Finding:
-    """Return the finding; if the store has other prompts of this namespace and writes go well, with the advice to look
-    at the prompt's beginning. ``digest``: the namespace's; "" for all of them."""
-    others = (each for each in diagnosis.segments if each.manifest and each.key.namespace.startswith(digest))
-    if finding.reason != Reason.NEVER_WRITTEN or finding.first_page or (asked and asked.unwritten) or not any(others):
-        return finding
-    return msgspec.structs.replace(finding, advice=_BEGINS_ANEW)
-
-
 def _of_request(decided: Decided, hashes: Sequence[bytes] = ()) -> Finding | None:
     """Return why a request was not served what was stored; None if it was, or if nothing was. ``hashes``: of the
     prompt's pages, by which the result counts pages; by default, it counts those that were looked up."""
@@ -358,7 +307,7 @@ def _request(asked: Asked, request_id: str) -> Explained:
     """Explain a request from what the server remembers. Raises ConfigError if it does not remember it."""
     status = asked.status
     if status is None:
-        return Explained(0, 0, asked.page_size, "", "", 0, [_not_attached(0)], [], [])
+        return Explained(0, 0, asked.page_size, "", "", 0, [_not_attached(0)], [])
     label = label_of_request(request_id)
     decided = [each for each in status.recent if each.request_id == label]
     if not decided:
@@ -369,20 +318,13 @@ def _request(asked: Asked, request_id: str) -> Explained:
     last = decided[-1]
     findings = [] if (why_less := _of_request(last)) is None else [why_less]
     if not findings and last.num_found < last.num_pages:
-        detail, advice = "the store did not have them", "give the prompt with --file, to learn why"
-        finding = Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail, advice)
+        detail = "the store did not have them; the prompt, with --file, tells why"
+        finding = Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail)
         findings = [_with_writes(finding, asked)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
     called = _called(status.namespace, status.labels)
     about = num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found
-    return Explained(*about, findings, [], decided, _audits(status))
-
-
-def _audits(status: ServerStatus | None) -> str:
-    if status is None or status.audits is None:
-        return ""
-    says, advice = status.audits.says, status.audits.advice
-    return f"{says}; what to do: {advice}" if advice else says
+    return Explained(*about, findings, decided)
 
 
 def _called(namespace: Namespace, labels: Labels) -> str:
@@ -401,13 +343,9 @@ def _lines(number: int, e: Explained) -> Iterator[str]:
     if e.namespace:
         yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace} ({printable(e.called)})"
     yield from _finding_lines(e)
-    for other in e.elsewhere:
-        yield f"  elsewhere: {other.num_pages} pages of {other.page_size} in namespace {other.namespace}"
     for each in e.decided[-_MOST_SHOWN:]:
         outcome = f"{each.num_pages} looked up, {each.num_found} found, {each.num_served} served"
         yield f"  request {printable(each.request_id) or '(no id)'} at {when(each.at_s)}: {outcome}"
-    if e.audits:
-        yield f"  audits: {printable(e.audits)}"
     if not e.findings:
         yield "  nothing is in the way: a server of this namespace fetches the prompt if it is not in its memory"
 
@@ -423,7 +361,7 @@ def _finding_lines(e: Explained) -> Iterator[str]:
     for finding in e.findings:
         pages = f"pages {finding.first_page} to {finding.end_page - 1}: " if finding.end_page else ""
         yield f"  {finding.reason}: {pages}{printable(finding.detail)}"
-        yield f"    what to do: {finding.advice or ADVICE[finding.reason]}"
+        yield f"    what to do: {ADVICE[finding.reason]}"
 
 
 # The store
@@ -438,10 +376,6 @@ def different_fields(theirs: Namespace, ours: Namespace) -> dict[str, tuple[obje
 def reason_of_difference(names: Mapping[str, object]) -> Reason:
     """Return the reason for namespaces that differ in these fields."""
     return next((reason for name, reason in _FIELDS.items() if name in names), Reason.OTHER_CACHE)
-
-
-def tokens_of_page(page: int, page_size: int) -> str:
-    return f"tokens {page * page_size} to {(page + 1) * page_size - 1}"
 
 
 def when(at_s: float) -> str:
@@ -469,15 +403,14 @@ class Diagnosis:
         sizes = {namespace.page_size for namespace in self._namespaces()}
         return sizes.pop() if len(sizes) == 1 else 0
 
-    async def stored(self) -> list[tuple[Stored, Namespace]]:
-        """Return the namespaces that have the prompt's first page, the one with most tokens first."""
-        found = []
+    async def fullest(self) -> Namespace | None:
+        """Return the namespace that has most tokens of the prompt; None if none has its first page."""
+        most, fullest = 0, None
         for namespace in self._namespaces():
-            hashes = self.hashes_at(namespace.page_size)
-            num_pages = await self._num_pages(namespace, hashes)
-            if num_pages:
-                found.append((Stored(namespace.digest(), num_pages, namespace.page_size), namespace))
-        return sorted(found, key=lambda each: -each[0].num_pages * each[0].page_size)
+            num_pages = await self._num_pages(namespace, self.hashes_at(namespace.page_size))
+            if num_pages * namespace.page_size > most:
+                most, fullest = num_pages * namespace.page_size, namespace
+        return fullest
 
     async def explain(self, wanted: Namespace) -> tuple[int, Finding | None]:
         """Return how many pages are stored for ``wanted`` and can be used, and why no more."""
@@ -494,7 +427,7 @@ class Diagnosis:
         for fault in faults.values():
             if fault is not None and fault.first_page == end:
                 return end, fault
-        for find in (self._missing_heads, self._traces, self._elsewhere, self._without_salt, self._diverges):
+        for find in (self._missing_heads, self._traces, self._elsewhere, self._without_salt):
             if (found_reason := await find(wanted, hashes, lookups, end)) is not None:
                 reason, detail = found_reason
                 return end, Finding(reason, end, len(hashes), detail)
@@ -628,37 +561,6 @@ class Diagnosis:
             return None
         num_pages = await self._num_pages(wanted, self.unsalted_at(wanted.page_size))
         return (Reason.OTHER_SALT, f"{num_pages} pages are stored without cache_salt") if num_pages > end else None
-
-    async def _diverges(
-        self, wanted: Namespace, hashes: Sequence[bytes], lookups: Mapping[str, Lookup], end: int
-    ) -> tuple[Reason, str] | None:
-        """Look for prompts that have the prompt's last stored page, and another one behind it. Their segments go on
-        behind that page, or begin there, and name the page before them."""
-        if not end:
-            return None
-        digest, last, following = wanted.digest(), hashes[end - 1], set()
-        chains = [decode_manifest(hit.manifest) for found in lookups.values() for hit in found.hits]
-        others = [s for s in self.segments if s.manifest and s.key.namespace.partition(".")[0] == digest]
-        for stored in sorted(others, key=lambda each: -each.modified_s)[:_MOST_READ]:
-            try:
-                manifest = await read_manifest(self.store, stored.key.manifest_name)
-            except FormatError:
-                continue  # `kvfetch verify` reports those
-            except StoreError as e:
-                if not e.concerns_object:
-                    raise
-                continue
-            chains += [] if manifest is None else [manifest]
-        for manifest in chains:
-            following |= {b for a, b in pairwise((manifest.previous_hash, *manifest.page_hashes)) if a == last}
-        following.discard(hashes[end])
-        if not following:
-            return None
-        are_many = len(following) > 1
-        return Reason.DIVERGES, (
-            f"the prompt shares pages {first_to_last(0, end)} with {len(following)} stored prompt{'s' * are_many}, "
-            f"and differs from {'each' if are_many else 'it'} in {tokens_of_page(end, wanted.page_size)}"
-        )
 
     def _compare(self, namespace: Namespace, difference: Mapping[str, tuple[object, object]]) -> Iterator[str]:
         digest = namespace.digest()

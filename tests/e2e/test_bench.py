@@ -15,10 +15,6 @@ from tests.tools.conftest import kvfetch, kvfetch_json
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-async def no_metrics(metrics: object) -> None:
-    return None
-
-
 def test_computed_and_fetched(
     host: Shared, store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,29 +27,22 @@ def test_computed_and_fetched(
         itself = server.url.replace("127.0.0.1", "localhost")
         few = ("--lengths", "320", "--prompts", "1")
         same = kvfetch_json("bench", "--server", server.url, "--reader", itself, *few, exit_code=1)
-        table = kvfetch(*measure, "--file", str(file), "--concurrency", "2").output
+        table = kvfetch(*measure, "--file", str(file)).output
     assert (found["page_size"], [group["prompt_tokens"] for group in found["groups"]]) == (PAGE_SIZE, [320, 640])
     for group in found["groups"]:
         computed, fetched = group["computed"], group["fetched"]
         assert computed["cached_tokens"] == computed["wire_bytes"] == 0
         assert group["not_fetched"] == {}
         assert fetched["cached_tokens"] == fetched["stored_tokens"] >= 0.9 * group["prompt_tokens"]
-        assert 0 < fetched["wire_bytes"] < fetched["raw_bytes"]
+        assert fetched["wire_bytes"] > 0
         for measured in computed, fetched:
             assert len(measured["all_s"]) == group["num_prompts"] == 3
-            assert 0 < min(measured["all_s"]) <= measured["p50_s"] <= measured["p95_s"] == max(measured["all_s"])
+            assert 0 < min(measured["all_s"]) <= measured["p50_s"] <= max(measured["all_s"])
     # It fetches nothing from a server that has all in its memory, which --reader does not empty.
     assert (same["groups"][0]["fetched"], same["groups"][0]["not_fetched"]) == (None, {"in_memory": 1})
-    assert "fetched, p50 (p95)" in table
+    assert "fetched, p50" in table
     assert "1 prompts were left out: they are longer than the server takes" in table
     with host.attached(store.url, codec="zstd", mode="read_only") as server:
-        with monkeypatch.context() as patch:
-            patch.setattr("sgl_kvfetch.tools.bench._Metrics.read", no_metrics)
-            patch.setattr("sgl_kvfetch.tools.bench._UNSEEN_WAIT_S", 0.0)
-            result = kvfetch("bench", "--server", server.url, "--flush", *few)
-        assert result.exit_code == 1  # since it writes nothing
-        assert "1 of 1 prompts were not fetched: never_written" in result.output
-        assert "the server has no metrics (--enable-metrics)" in result.output
         monkeypatch.setattr("sgl_kvfetch.tools.bench._WRITE_WAIT_S", 0.0)
         result = kvfetch("bench", "--server", server.url, "--flush", "--lengths", "320")
     assert result.exit_code == 2

@@ -77,7 +77,7 @@ def compared(*again: tuple[float, str, int]) -> GroupResult:
     ]
     group = Group("1,024 tokens", [[1] * 1024] * len(again))
     asked = Asked(64, status_of(recent=decided), False, [])
-    return _group_result(group, _Sent(computed, (0, 0)), _Sent(answers, (1 << 20, 1 << 21)), asked)
+    return _group_result(group, _Sent(computed, 0), _Sent(answers, 1 << 20), asked)
 
 
 def test_what_was_not_fetched_has_no_time_and_no_gain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,12 +95,12 @@ def test_what_was_not_fetched_has_no_time_and_no_gain(capsys: pytest.CaptureFixt
     assert both.fetched is not None
     assert (both.fetched.wire_bytes, both.not_fetched) == (1 << 20, {})
 
-    show(None, False, _report(BenchResult("", "", "model", "0", 64, 1, 0, groups)))
+    show(None, False, _report(BenchResult("", "", "model", 64, 0, groups)))
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines() if line.lstrip().startswith("1,024 tokens")]
-    assert rows[0][2:] == ["2", "1,024", "2", "(2)", *["-"] * 6]
-    assert rows[1][2:] == ["3", "1,024", "2", "(2)", "0.5", "(0.5)", "4.00x", "960", "960", "-", "-"]
-    assert rows[2][2:] == ["1", "1,024", "2", "(2)", "0.5", "(0.5)", "4.00x", "960", "960", "1", "MiB", "2.00x"]
+    assert rows[0][2:] == ["2", "1,024", "2", *["-"] * 5]
+    assert rows[1][2:] == ["3", "1,024", "2", "0.5", "4.00x", "960", "960", "-"]
+    assert rows[2][2:] == ["1", "1,024", "2", "0.5", "4.00x", "960", "960", "1", "MiB"]
     assert "3 of 6 prompts were not fetched: sooner. What to do: nothing: the link or the decoder" in output
     assert "1 of 6 prompts were not fetched: in_memory. What to do: the server had them in its memory" in output
 
@@ -112,8 +112,16 @@ def test_a_server_that_tells_nothing_of_a_request() -> None:
         (Asked(64, status_of(threshold_tokens=256), False, []), "short"),
         (Asked(64, status_of(), False, []), "unknown"),
     ]:
-        found = _group_result(Group("", [[1]]), _Sent([request], None), _Sent([request], None), asked)
+        found = _group_result(Group("", [[1]]), _Sent([request], 0), _Sent([request], 0), asked)
         assert found.not_fetched == {reason: 1}
+
+
+async def test_a_server_without_metrics_is_refused() -> None:
+    """They say when a prompt is stored, and how many bytes are fetched."""
+    with told_by_a_server(status_of()) as url:
+        async with open_server(url) as session:
+            with pytest.raises(ConfigError, match="has no metrics of sgl_kvfetch: start it with --enable-metrics"):
+                await _Metrics(session, url).read()
 
 
 async def test_a_reader_with_another_namespace_is_refused() -> None:
@@ -124,4 +132,4 @@ async def test_a_reader_with_another_namespace_is_refused() -> None:
             r"--reader would find nothing that --server stores: kv_dtype is 'float8_e4m3fn' and 'bfloat16'; start all"
         )
         with pytest.raises(ConfigError, match=what):
-            await _bench(server, reader, [1], None, 1, 1)
+            await _bench(server, reader, [1], None, 1)

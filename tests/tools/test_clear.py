@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -82,14 +80,6 @@ def test_a_model_by_its_id(store: Path) -> None:
         assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
 
 
-def test_old_segments(store: Path) -> None:
-    for path in (store / head_slice("a").folder).iterdir():
-        os.utime(path, (time.time(), time.time() - 7200))
-    result = kvfetch("clear", str(store), "--older-than", "1h", "--yes")
-    assert result.exit_code == 0, result.output
-    assert folders(store) == {head_slice("b").folder}
-
-
 def test_a_dry_run_deletes_nothing(store: Path) -> None:
     result = kvfetch("clear", str(store), "--dry-run")
     assert result.exit_code == 0, result.output
@@ -97,7 +87,7 @@ def test_a_dry_run_deletes_nothing(store: Path) -> None:
     assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
 
 
-@pytest.mark.parametrize("flags", [("--dry-run",), ("--yes",), ("--yes", "--older-than", "0s")])
+@pytest.mark.parametrize("flags", [("--dry-run",), ("--yes",)])
 def test_data_without_a_manifest_is_no_segment(store: Path, flags: tuple[str, ...]) -> None:
     """A writer that crashed has left it."""
     (manifest,) = (store / head_slice("a").folder).glob("*.kvm")

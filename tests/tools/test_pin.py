@@ -41,12 +41,12 @@ def test_pin_list_and_remove(tmp_path: Path, tiny_llama: Path) -> None:
     store_pages(root, 4, range(1, 2))
     name = page_hashes(TOKENS, 1)[-1].hex()
     assert run("pin", str(root)) == "no pins\n"
-    output = run("pin", str(root), "--prompt", TEXT, "--model", str(tiny_llama), "--page-size", "1", "--label", "intro")
-    assert output == f"{name}  intro\n  8 pages of 1 tokens; stored: 4 in {namespace}\n"
+    output = run("pin", str(root), "--prompt", TEXT, "--model", str(tiny_llama), "--page-size", "1")
+    assert output == f"{name}  {TEXT}\n  8 pages of 1 tokens; stored: 4 in {namespace}\n"
     assert run("pin", str(root)) == output
     run("pin", str(root), "--prompt", str(TOKENS[:3]), "--page-size", "1")
     labels = {pin["label"]: pin["num_pages"] for pin in kvfetch_json("pin", str(root))}
-    assert labels == {"intro": 8, str(TOKENS[:3]): 3}
+    assert labels == {TEXT: 8, str(TOKENS[:3]): 3}
 
     (left,) = kvfetch_json("pin", str(root), "--remove", name)
     other = page_hashes(TOKENS, 1)[2].hex()
