@@ -160,7 +160,7 @@ class CodedRegion(Destination):
         self._chunks = plan.chunks.copy()
         self._chunks["start"] += offset * plan.in_region
         self._starts, self._sizes = self._chunks["start"].tolist(), self._chunks["size"].tolist()
-        self._stays = plan.stays.tolist()
+        self._stays, self._has_tables = plan.stays.tolist(), (plan.chunks["num_tables"] > 0).tolist()
         # Of each part's cells, in storage order. Those that stay coded as a whole are kept in their entry, too.
         self._kept: list[list[Kept | None]] = [
             [None] * part.reader.cells_per_span if entry is None else list(entry.kept)
@@ -174,19 +174,20 @@ class CodedRegion(Destination):
         return reader.data_name in self._plan.data_names
 
     def places(self, unit: ReadUnit) -> list[CellChunks] | None:
-        rows, laid_out = self._plan.rows_of(unit), unit.reader.laid_out_parts
+        rows = self._plan.rows_of(unit)
         if unit.reader.manifest.is_encrypted or not any(any(self._stays[row]) for row in rows):
             return None
+        chunk_of = {number: chunk for chunk, number in enumerate(unit.reader.laid_out_parts)}
         places: list[CellChunks] = []
         for row, cell in zip(rows, unit.cells, strict=True):
             # What has no place is little, or is decoded, and does not go to the engine as it is stored.
-            place: list[memoryview] = []
-            stays = dict(zip(laid_out, enumerate(self._stays[row]), strict=True))
+            place, stays = list[memoryview](), self._stays[row]
             for number, each in enumerate(unit.reader.stored(cell)):
-                chunk, has_place = stays.get(number, (0, False))
-                place.append(
-                    self._place(row, chunk, each.size_bytes) if has_place else memoryview(bytearray(each.size_bytes))
-                )
+                chunk = chunk_of.get(number)
+                if chunk is not None and stays[chunk]:
+                    place.append(self._place(row, chunk, each.size_bytes))
+                else:
+                    place.append(memoryview(bytearray(each.size_bytes)))
             places.append(place)
         return places
 
@@ -207,7 +208,7 @@ class CodedRegion(Destination):
     def _unpacked(self, row: int, plain: Sequence[np.ndarray], integers: Sequence[bytes | memoryview]) -> Kept:
         content, num_exact = pack(*plain) if plain else (b"", 0)
         distributions = []
-        for coded, has_own in zip(integers, self._chunks["num_tables"][row], strict=True):
+        for coded, has_own in zip(integers, self._has_tables[row], strict=True):
             if not has_own:
                 distributions.append((0, 0, 0))
                 continue
