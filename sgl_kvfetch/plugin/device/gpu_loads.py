@@ -73,9 +73,8 @@ Work = Callable[[], object]  # launches something on the current stream
 
 
 class Works(NamedTuple):
-    """What to launch for a part. ``copies`` fill its scratch memory, ``decodes`` read and write it, and ``restores``
-    read it and write slots. ``checks`` read it, too, and nothing waits for them but what uses the scratch memory
-    next."""
+    """What to launch for a part. ``copies`` fill its scratch memory, ``decodes`` work in it, and ``restores`` write
+    slots from it. ``checks`` read it, and nothing waits for them but what uses the scratch memory next."""
 
     copies: Sequence[Work]
     restores: Sequence[Work]
@@ -333,8 +332,7 @@ class GpuLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class _Lane:
-    """``free``: after the last use of ``scratch``. ``after``: what the stream has still to wait for before it writes
-    slots."""
+    """``free``: after the last use of ``scratch``. ``after``: what the stream awaits before it writes slots."""
 
     stream: Stream
     scratch: torch.Tensor

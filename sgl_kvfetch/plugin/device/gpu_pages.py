@@ -14,7 +14,6 @@ the host, and a load that pins waits: 5 ms for a piece.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -458,9 +457,8 @@ MiB = 1 << 20
 
 READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the device
 
-_TABLE_BYTES = 64 * MiB  # of tables that are kept: rotations, 512 KiB each for a span of 1024 tokens
+_TABLE_BYTES = 64 * MiB  # of rotations that are kept, 512 KiB each for a span of 1024 tokens
 _TABLE_SHARE = 16  # or one part in so many of what is free on the device at the start, if that is less
-_ROTATED_SPANS = 32  # of which rotations are made at the start
 _POLL_S = 0.001  # events have no wait with a deadline
 
 
@@ -494,9 +492,8 @@ class CudaPages(SlotPages):
         self._read_buffer = PinnedBuffer(device, read_buffer_bytes)
         self._reader = SlotReader(device, self._reads, self._read_buffer, self._buffers, self._dtype)
         self._uploads = device.new_stream()
-        self._lock = threading.Lock()  # guards the inverses and the tables
-        self._tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
-        self._table_bytes, self._random = 0, random.Random(0)
+        self._lock = threading.Lock()  # guards the inverses
+        self._rotations: dict[tuple[Rotations, range], torch.Tensor] = {}  # of the first spans
         self._most_table_bytes = min(_TABLE_BYTES, self._free_bytes // _TABLE_SHARE)
         self._inverses: dict[tuple[Quantiser, range, range], TransformInverse] = {}
         self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
@@ -564,15 +561,14 @@ class CudaPages(SlotPages):
             self.device.mark(self._uploads).synchronize()
             return
         first, *others = places
-        inverse = self._inverse(quantiser, first)
-        for place in others:
-            self._inverse(quantiser, place)
+        inverse, *_ = (self._inverse(quantiser, place) for place in (first, *others))
+        self._rotations = {}  # those of another quantiser
         if inverse.rotations is not None:
-            num_tokens = len(first.tokens)
-            span = self.rotations_of(inverse.rotations, range(num_tokens))
-            num_spans = min(_ROTATED_SPANS, self._most_table_bytes // span.nbytes)
-            for token in range(num_tokens, num_spans * num_tokens, num_tokens):
-                self.rotations_of(inverse.rotations, range(token, token + num_tokens))
+            x, num_tokens, num_slots = inverse.rotations, len(first.tokens), len(self._buffers["k"][0])
+            num_spans = -(-num_slots // num_tokens)  # of the longest prompt
+            num_spans = min(num_spans, self._most_table_bytes // self.rotations_of(x, range(num_tokens)).nbytes)
+            spans = [range(each * num_tokens, (each + 1) * num_tokens) for each in range(num_spans)]
+            self._rotations = {(x, span): self.rotations_of(x, span) for span in spans}
         model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
         kind = model.shape, model.dtype, model.num_coefficients
         if kind not in self._compiled:
@@ -620,36 +616,15 @@ class CudaPages(SlotPages):
         if x is not None:
             of_k = {"interleaved": x.interleaved, "mixed": len(x.ropes) > 1}
             shape = klt_shape(k[0], v[0], layers, x.rotary_dim, **of_k)
-        scales = self.resident(_steps, inverse.step)
+        scales = self.device.upload(_steps(inverse.step), self._uploads)
         return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, scales, k, v, inverse.turns)
 
-    def resident(self, make: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
-        """Return ``make(*args, device)``, which the device keeps for later cells, as far as there is room.
-
-        The cells of a prompt ask for their tables in one order. If these have no room together, the one that was not
-        used for longest is always the next one that is asked for. So a random one goes.
-        """
-        with self._lock:
-            found = self._tables.get((make, *args))
-            if found is not None:
-                return found
-            table = self._make(partial(make, *args, self.device.torch_device))
-            room = self._most_table_bytes - table.nbytes
-            while self._tables and self._table_bytes > room >= 0:
-                self._table_bytes -= self._tables.pop(self._random.choice([*self._tables])).nbytes
-            if room >= 0:
-                self._tables[make, *args] = table
-                self._table_bytes += table.nbytes
-        return table
-
     def rotations_of(self, rotations: Rotations, tokens: range) -> torch.Tensor:
-        """Return ``rotations.make_table`` of a span, on the device."""
-        return self.resident(rotations.make_table, tokens.start, len(tokens))
-
-    def _make(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Make a tensor on the device, and wait for it. Any stream may use it."""
-        made: list[torch.Tensor] = []
-        self.device.launch(self._uploads, lambda: made.append(make()))
+        """Return ``rotations.make_table`` of a span, on the device. What is not kept is made there, and waited for."""
+        if (found := self._rotations.get((rotations, tokens))) is not None:
+            return found
+        what, made = (tokens.start, len(tokens), self.device.torch_device), list[torch.Tensor]()
+        self.device.launch(self._uploads, lambda: made.append(rotations.make_table(*what)))
         self.device.mark(self._uploads).synchronize()
         return made[0]
 
@@ -681,12 +656,10 @@ class CudaPages(SlotPages):
         metrics.LEFT_TO_CPU.labels("quantise").set(self._klt_reads is None and not why_no_gpu())
 
     def log_memory(self) -> None:
-        used = self._free_bytes - self.device.free_bytes()
-        rotations = self._most_table_bytes - self._table_bytes
         logger.info(
-            "kvfetch uses %.0f MiB of the GPU beside the KV pool, and up to %.0f MiB more for rotations of long "
-            "prompts, which --mem-fraction-static does not count: %.0f MiB were free before",
-            *(num_bytes / MiB for num_bytes in (used, rotations, self._free_bytes)),
+            "kvfetch uses %.0f MiB of the GPU beside the KV pool, which --mem-fraction-static does not count: %.0f MiB "
+            "were free before",
+            *(num_bytes / MiB for num_bytes in (self._free_bytes - self.device.free_bytes(), self._free_bytes)),
         )
 
     def release(self) -> None:
@@ -695,10 +668,9 @@ class CudaPages(SlotPages):
         self._klt_reads = None
         with self._lock:
             self._inverses.clear()
-            self._tables.clear()
-            self._table_bytes = 0
+        self._rotations = {}
         self._models.clear()
 
 
-def _steps(step: float, device: torch.device) -> torch.Tensor:
-    return (scales_of(torch.arange(256, dtype=torch.uint8)) * step).to(device)
+def _steps(step: float) -> torch.Tensor:
+    return scales_of(torch.arange(256, dtype=torch.uint8)) * step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import cast
 
 import pytest
@@ -11,11 +10,13 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
+from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker, pages as pages_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools
+from sgl_kvfetch.protocol import quantiser as quantiser_module
 from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.protocol.quantiser import written_places
@@ -76,41 +77,35 @@ def test_latent_vectors_are_read() -> None:
     assert torch.equal(torch.cat([read[1], read[0]], dim=-1), latent)
 
 
-def test_tables_are_uploaded_once() -> None:
-    """A rotation serves all cells of its span. Beyond the room for them a random one goes, so that some are still there
-    when a longer prompt asks for all of its own again, in their order."""
+@pytest.mark.parametrize(("room_kib", "num_kept"), [(1024, 8), (60, 3), (4, 0)])
+def test_the_rotations_of_the_first_spans_are_made_before_the_first_request(
+    room_kib: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as they fit the device and the longest prompt. The device makes the others when a load needs them."""
+    made, make_table = list[int](), Rotations.make_table
+
+    def count(self: Rotations, first_token: int, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
+        assert device == torch.device("cpu")
+        made.append(first_token)
+        return make_table(self, first_token, num_tokens, device)
+
+    monkeypatch.setattr(Rotations, "make_table", count)
+    monkeypatch.setattr(quantiser_module, "SPAN_TOKENS", 64)
     device = FakeDevice()
-    pages, calls = make_pages(device), []
-    pages._most_table_bytes = 64 << 10
-
-    def table(number: int, device: torch.device) -> torch.Tensor:
-        calls.append(number)
-        return torch.full((1 << 7 if number < 100 else 65 << 7,), number, device=device)
-
-    def ask(numbers: Iterable[int]) -> int:
-        calls.clear()
-        assert all(int(pages.resident(table, number)[0]) == number for number in numbers)
-        return len(calls)
-
-    assert [ask(range(64)) for _ in range(2)] == [64, 0]
-    assert ask(range(96)) == 32
-    assert all(0 < ask(range(96)) < 96 for _ in range(3))
-    assert pages._table_bytes == sum(x.nbytes for x in pages._tables.values()) == 64 << 10
-    assert len(pages.resident(table, 100)) == 65 << 7  # never kept
-    assert pages._table_bytes == 64 << 10
-
-
-def test_what_is_kept_of_rotations_fits_the_device() -> None:
-    """A profile's rotations may be many, and tables are made before the first request."""
-    device = FakeDevice()
-    device.num_free_bytes = 16 * (200 << 10)
-    pages = make_pages(device, WIDE)
-    quantiser = make_klt()
+    device.num_free_bytes = 16 * (room_kib << 10)
+    pages, quantiser = make_pages(device, WIDE), make_klt()
     places = written_places(parse_config({"store": "http://kv"}), make_heads(WIDE, quantiser), quantiser, 64)
     pages.prepare(quantiser, places)
-    assert 0 < pages._table_bytes <= 200 << 10
+    assert quantiser.profile is not None
+    rotations = quantiser.profile.rotations
+    assert rotations is not None
+    for first_token in range(0, 512, 64):
+        made.clear()
+        table = pages.rotations_of(rotations, range(first_token, first_token + 64))
+        assert torch.equal(table, make_table(rotations, first_token, 64))
+        assert made.count(first_token) == (first_token >= num_kept * 64)
     pages.release()
-    assert not pages._tables and not pages._inverses and not pages._models  # noqa: PT018
+    assert not pages._rotations and not pages._inverses and not pages._models  # noqa: PT018
 
 
 def test_the_log_says_how_much_of_the_gpus_memory_is_ours(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,8 +114,8 @@ def test_the_log_says_how_much_of_the_gpus_memory_is_ours(caplog: pytest.LogCapt
     pages = make_pages(device)
     device.num_free_bytes -= 300 << 20
     pages.log_memory()
-    assert "uses 300 MiB of the GPU beside the KV pool, and up to 32 MiB more" in caplog.text
-    assert "--mem-fraction-static does not count: 512 MiB were free before" in caplog.text
+    assert "uses 300 MiB of the GPU beside the KV pool, which --mem-fraction-static does not count" in caplog.text
+    assert ": 512 MiB were free before" in caplog.text
 
 
 def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch) -> None:
