@@ -593,17 +593,6 @@ class LocalStore(AdminStore):
         with files.os_errors("collecting orphans"):
             self._repair.collect()
 
-    async def rebuild(self) -> None:
-        """Make the catalog anew from the files, and wait until that is done."""
-        await self._open_anew()
-        await self.workers.run("upkeep", lambda: None)  # behind the sweep that opening has started
-
-    @on("writes")
-    def _open_anew(self) -> None:
-        with files.os_errors("rebuilding the catalog"):
-            self._catalog.discard()
-            self._catalog.open()
-
     async def close(self) -> None:
         self.workers.is_closed = True
         await asyncio.to_thread(self._shut_down)

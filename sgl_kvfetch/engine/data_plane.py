@@ -10,14 +10,12 @@ Only methods whose docstrings say so wait.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import torch
@@ -25,9 +23,7 @@ import torch
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.engine.process import (
     CLOSE_S,
-    A,
     Awaited,
-    Launch,
     Quantising,
     ReadPages,
     ReadSide,
@@ -35,9 +31,9 @@ from sgl_kvfetch.engine.process import (
 )
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.protocol import KVFetchConfig, StagedValues, messages as m
+from sgl_kvfetch.protocol import StagedValues, messages as m
 from sgl_kvfetch.status import Audits
-from sgl_kvfetch.types import KVGeometry, SideKey
+from sgl_kvfetch.types import SideKey
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -46,10 +42,6 @@ _limited = LimitedLogger(logger)
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
 _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
 
-# Shared memory for side pages on their way to the engine: this, or twice the size of a page with all its side pages.
-# That for pages on their way to the store is the write queue. Memory that is never used takes no space.
-SHARED_BYTES = 64 << 20
-_QUEUE_BYTES = KVFetchConfig.model_fields["write_queue_bytes"].default
 _END_S = 4.0  # how long a fetch may take to end: SGLang waits 10 s for the thread that waits for it
 _CLEAR_S = 10.0  # how long to wait until the store is cleared, which the data plane gives up after half of it
 _WRITE_S = 1.0  # how long to wait for room for pages
@@ -111,34 +103,15 @@ class SideFetch:
 class DataPlane:
     """One rank's data plane: one process at a time serves. Call ``close`` at the end."""
 
-    def __init__(
-        self,
-        start: m.Start,
-        geometry: KVGeometry,
-        launch: Launch,
-        staging_bytes: int = 0,
-        pool_files: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        """Start the data plane and wait until it serves. ``staging_bytes``: the shared memory for values that wait to
-        be taken. ``pool_files``: those of `arena.SharedPool`, if pages are fetched. Raises KVFetchError if the data
-        plane refuses the config or fails."""
-        self._numbers = itertools.count(1)
+    def __init__(self, start: m.Start, launched: Run) -> None:
+        """Start the first data plane, which was launched, and wait until it serves. Raises KVFetchError if that refuses
+        the config or fails."""
+        self._setup = launched.setup
         self._refused_s = math.inf  # since when no pages were queued that might have waited
-        self._geometry = geometry
-        self._sides = start.sides
-        least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
-        self._queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
-        shared_bytes = staging_bytes or max(SHARED_BYTES, least_bytes)
-        # Of side pages that one command brings. The first ones of all pools may be asked for at once.
-        self._side_part_bytes = shared_bytes // (2 * max(1, len(start.sides)))
-        value_bytes = shared_bytes + start.config.get("memory_cache", 0)
-        self._new_run = partial(
-            Run, launch, geometry, start.sides, self._queue_bytes, value_bytes, pool_files, self._lose
-        )
         # What the next data plane is started with: that of the first one, until a switch.
         self._start = start
         # Returns what it is started with instead, after a switch and until that has succeeded.
-        self._make: Callable[[], m.Start] | None = None
+        self._make: Callable[[Run], m.Start] | None = None
         # What the present data plane was told last of each kind, and those that follow it are told, too.
         self._told: dict[type, m.ShowPrompts | m.PauseCalibration] = {}
         self._closing = threading.Event()
@@ -150,7 +123,7 @@ class DataPlane:
         # The data plane that gets all new work. It may have ended, while the next one is being started. The watching
         # thread replaces it, with the lock held, so that no switch passes it by.
         self._replacing = threading.Lock()
-        self._run = self._begin_run()
+        self._run = self._begin(launched)
         self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
         self._thread.start()
 
@@ -183,14 +156,12 @@ class DataPlane:
 
     # One that serves, always
 
-    def _begin_run(self) -> Run:
-        """Start a data plane, and wait until it serves. Raises KVFetchError."""
-        make = self._make
-        start = self._start if make is None else make()
-        run = self._new_run()
+    def _begin(self, run: Run) -> Run:
+        """Start a data plane that was launched, and wait until it serves. Return it. Raises KVFetchError."""
+        make, run.on_loss = self._make, self._lose
         try:
-            run.channel.send(start)
-            run.await_ready(self._closing)
+            start = self._start if make is None else make(run)
+            run.start(start, self._closing)
         except BaseException:
             run.end()
             raise
@@ -224,7 +195,7 @@ class DataPlane:
         while not self._closing.wait(self._backoff_s):
             self._backoff_s = min(_MOST_BACKOFF_S, 2 * self._backoff_s)
             try:
-                following = self._begin_run()
+                following = self._begin(Run(self._setup))
             except (KVFetchError, OSError) as e:
                 if not self._closing.is_set():
                     logger.warning("kvfetch: the data plane did not start: %s", e)
@@ -241,10 +212,10 @@ class DataPlane:
     def _lose(self) -> None:
         self.num_losses += 1
 
-    def switch(self, make: Callable[[], m.Start]) -> None:
+    def switch(self, make: Callable[[Run], m.Start]) -> None:
         """Serve by another config, and never again by the present one: the data plane writes what is queued, and ends,
-        and the next one is started with what ``make`` returns. That is called on another thread, where it may take its
-        time, until one serves: it may raise KVFetchError. Never waits."""
+        and the next one is started with what ``make`` returns. That is called with the launched one, on another thread,
+        where it may take its time, until one serves: it may raise KVFetchError. Never waits."""
         self.num_losses += 1  # what is queued is of no use to the next one
         self.on_switch()
         with self._replacing:
@@ -254,17 +225,12 @@ class DataPlane:
     # Reading
 
     def look_up(self, command: m.Stage) -> Awaited[m.Found]:
-        """Find the longest stored run of some pages, and read it ahead, as host mode does. ``command``: without a
-        number, which it gets here."""
-        return self._ask(command, m.Found(0))
+        """Find the longest stored run of some pages, and read it ahead, as host mode does."""
+        return self._run.ask(command, m.Found(0))
 
     def fetch(self, command: m.FetchPages) -> Fetch:
-        """Begin to fetch pages to places in the pool. ``command``: as for `look_up`."""
-        return Fetch(self._ask(command, m.Fetched(0)))
-
-    def _ask(self, command: m.Stage | m.FetchPages | m.FetchSide, lost: A) -> Awaited[A]:
-        work, numbered = next(self._numbers), msgspec.structs.replace
-        return self._run.ask(numbered(command, work=work), numbered(lost, work=work))
+        """Begin to fetch pages to places in the pool."""
+        return Fetch(self._run.ask(command, m.Fetched(0)))
 
     def stage(
         self,
@@ -279,14 +245,11 @@ class DataPlane:
         """Restore the longest stored run of these pages into shared memory. ``on_staged`` is called once, on the thread
         that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
         arguments as in `messages.Stage`."""
-        work, run = next(self._numbers), self._run
-        sides = dict(trailing or {})
-        command = m.Stage(
-            work, b"".join(hashes), tuple(saved_s), request.id, request.traceparent, is_idle, trailing=sides
-        )
-        staged = run.ask(command, m.Staged(work))
-        staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
-        return work
+        run, sides = self._run, dict(trailing or {})
+        command = m.Stage(0, b"".join(hashes), tuple(saved_s), request.id, request.traceparent, is_idle, trailing=sides)
+        asked = run.ask(command, m.Staged(0))
+        asked.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
+        return asked.work
 
     def unstage(self, work: int, *, is_sound: bool = True, takes_code: bool = True) -> None:
         """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. Other arguments as
@@ -297,12 +260,11 @@ class DataPlane:
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float) -> SideFetch:
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
-        num_pages = max(1, self._side_part_bytes // self._sides[pool])
+        num_pages = max(1, self._setup.side_part_bytes // self._setup.sides[pool])
 
         def ask(first: int) -> Awaited[m.Fetched]:
-            return self._ask(
-                m.FetchSide(0, pool, b"".join(hashes[first : first + num_pages]), deadline_s), m.Fetched(0)
-            )
+            command = m.FetchSide(0, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
+            return self._run.ask(command, m.Fetched(0))
 
         return SideFetch(ask, range(0, len(hashes), num_pages))
 
@@ -366,7 +328,6 @@ class DataPlane:
     ) -> bool:
         """Queue a part. Return whether there was room for it, in the time that `write` waits."""
         while True:
-            command = msgspec.structs.replace(command, work=next(self._numbers))
             if self._run.write(command, *what, max(0.0, started_s + _WRITE_S - time.monotonic())):
                 self._refused_s = math.inf
                 return True
@@ -382,9 +343,9 @@ class DataPlane:
 
     def _parts(self, num_pages: int, sides: Iterable[SideKey], most_bytes: int) -> Iterator[range]:
         """Cut pages into runs that take a quarter of the queue or ``most_bytes`` at most, or one page each."""
-        sizes, most_bytes = [self._geometry.page_bytes] * num_pages, min(most_bytes, self._queue_bytes // 4)
+        sizes, most_bytes = [self._setup.geometry.page_bytes] * num_pages, min(most_bytes, self._setup.page_bytes // 4)
         for pool, page in sides:
-            sizes[page] += self._sides[pool]
+            sizes[page] += self._setup.sides[pool]
         first = num_bytes = 0
         for page, size in enumerate(sizes):
             if page > first and num_bytes + size > most_bytes:
@@ -396,8 +357,7 @@ class DataPlane:
 
     def clear(self) -> None:
         """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
-        work = next(self._numbers)
-        cleared = self._run.ask(m.Clear(work), m.ClearOver(work, "the data plane ended"))
+        cleared = self._run.ask(m.Clear(0), m.ClearOver(0, "the data plane ended"))
         try:
             fault = cleared.result(_CLEAR_S).fault
         except TimeoutError:

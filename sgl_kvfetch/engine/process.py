@@ -20,6 +20,7 @@ It is a process beside the engine, or, in tests, a thread of the engine's proces
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -30,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -40,7 +41,7 @@ import torch
 from sgl_kvfetch import metrics
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.protocol import Arena, Line, Room, StagedValues, messages as m
+from sgl_kvfetch.protocol import Arena, KVFetchConfig, Line, Room, StagedValues, TakenProfile, messages as m
 from sgl_kvfetch.protocol.arena import side_views
 from sgl_kvfetch.protocol.messages import Channel
 from sgl_kvfetch.reasons import Reason
@@ -104,7 +105,9 @@ class DataPlaneProcess:
         return False
 
 
+_numbers = itertools.count(1)  # of work
 A = TypeVar("A", bound=m.Answer)
+E = TypeVar("E", m.ProfileTaken, m.Ready)
 
 _TICK_S = 0.25
 # A data plane counts as hung after so many ticks in a row without an answer: the first number of them if it does
@@ -113,6 +116,45 @@ _TICK_S = 0.25
 _RUNNING_TICKS, _START_TICKS = (12, 80), (240, 960)
 _LEAVING_TICKS = 40, 80  # one that writes what is queued, and takes no commands
 CLOSE_S = 10.0
+
+
+# Shared memory for side pages on their way to the engine: this, or twice the size of a page with all its side pages.
+# Memory that is never used takes no space.
+SHARED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the data planes of one rank have in common, whichever config they serve.
+
+    ``queue_bytes``, ``cache_bytes``: of the config. ``pool_files``: as in `Line`."""
+
+    launch: Launch
+    geometry: KVGeometry
+    sides: Mapping[str, int] = field(default_factory=dict)  # the bytes of a page in each side pool
+    queue_bytes: int = KVFetchConfig.model_fields["write_queue_bytes"].default
+    staging_bytes: int = 0  # of the memory for values that wait to be taken, if prompts are staged
+    cache_bytes: int = 0
+    pool_files: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """The shared memory for pages on their way to the store, which is the write queue."""
+        return max(self.queue_bytes, self._least_bytes)
+
+    @property
+    def value_bytes(self) -> int:
+        """The shared memory for what is on its way to the engine, without the cache."""
+        return self.staging_bytes or max(SHARED_BYTES, self._least_bytes)
+
+    @property
+    def side_part_bytes(self) -> int:
+        """The bytes of the side pages that one command brings. The first ones of all pools may be asked for at once."""
+        return self.value_bytes // (2 * max(1, len(self.sides)))
+
+    @property
+    def _least_bytes(self) -> int:
+        return 2 * (self.geometry.page_bytes + sum(self.sides.values()))
 
 
 class EndedError(KVFetchError):
@@ -147,22 +189,22 @@ class Quantising:
 class Awaited(Future[A]):
     """The event that answers a command. Wait for no `Taken`, and not on the thread ``kvfetch-data``."""
 
-    def __init__(self, run: Run, lost: A, stage: str) -> None:
-        """``lost``: the event, if the data plane ends first. ``stage``: what is missed then, for the metrics."""
+    def __init__(self, run: Run, lost: A) -> None:
+        """``lost``: the event, if the data plane ends first."""
         super().__init__()
         self.run = run
+        self.work = lost.work
         self._lost = lost
-        self._stage = stage
 
     def unstage(self) -> None:
         """End the work soon, or free what it has staged."""
-        self.run.channel.send(m.Unstage(self._lost.work))
+        self.run.channel.send(m.Unstage(self.work))
 
     def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
         """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
         lost = self._lost
         if isinstance(lost, m.Found | m.Fetched | m.Staged):
-            metrics.MISSES.labels(self._stage, reason).inc()
+            metrics.MISSES.labels("lookup" if isinstance(lost, m.Found) else "fetch", reason).inc()
             lost = msgspec.structs.replace(lost, reason=reason)
         self.set_result(lost)
 
@@ -190,59 +232,79 @@ class _Silence:
 
 
 class Run:
-    """One data plane, from its start to its end, with its work under way."""
+    """One data plane, from its launch to its end, with its work under way. It is asked for a profile at most, then told
+    to `start`, and serves from then on. ``on_loss`` is called when the store takes pages again after it has failed to
+    take some."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        geometry: KVGeometry,
-        sides: Mapping[str, int],
-        page_bytes: int,
-        value_bytes: int,
-        pool_files: tuple[tuple[int, int], ...] = (),
-        on_loss: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
-        on their way to the store, which is the write queue, and for what is on its way to the engine. ``pool_files``:
-        as in `Line`. ``on_loss`` is called when the store takes pages again after it has failed to take some."""
+    def __init__(self, setup: Setup) -> None:
+        """Launch a data plane, which waits for ``Start``. Call ``end`` at the end."""
+        self.setup = setup
+        self.on_loss: Callable[[], None] = lambda: None
         commands, staged = socket.socketpair(), socket.socketpair()
         self.channel = Channel(commands[0], staged[0])
-        self.values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
-        self._room = Room(page_bytes)
-        self._geometry = geometry
-        self._sides = sides
+        self.values = Arena.create(setup.value_bytes + setup.cache_bytes)
+        self._pages = Arena.create(setup.page_bytes)
+        self._room = Room(setup.page_bytes)
         self._lock = threading.Lock()
         self._ended = False  # or leaves; guarded by the lock, like the work under way
         self._asked: dict[int, Awaited[Any]] = {}
         self.found_profile = ""
         self.audits: Audits | None = None
-        self._on_loss = on_loss
         self.has_lost = False  # the store has failed to take pages, and has taken none since
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
-        self.running = launch(Line(commands[1], staged[1], self.values, self._pages, pool_files))
+        self.running = setup.launch(Line(commands[1], staged[1], self.values, self._pages, setup.pool_files))
+
+    # Before it serves
+
+    def take_profile(self, config: KVFetchConfig, watch: m.Watch, digest: str | None = None) -> TakenProfile | None:
+        """Return the newest profile that has what ``watch`` needs, or the one with this digest, as a file of this
+        machine: from the store, or, while that cannot be asked, the one that was taken last. None if the store has
+        none. Waits, as long as the store and the profile take.
+
+        Raises StoreError if the store cannot be asked and there is no copy here, and another KVFetchError if no copy
+        can be kept, or if the data plane ends.
+        """
+        self.channel.send(m.TakeProfile(config.as_json(), watch, digest))
+        answer = self._await_answer(m.ProfileTaken, threading.Event())
+        return answer.taken
+
+    def start(self, start: m.Start, closing: threading.Event) -> None:
+        """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""
+        self.channel.send(start)
+        self._await_answer(m.Ready, closing)
+
+    def _await_answer(self, kind: type[E], closing: threading.Event) -> E:
+        silence = _Silence(self.running)
+        while not silence.is_longer(*_START_TICKS) and not closing.is_set():
+            for event in silence.broken_by(self._receive()):
+                match event:
+                    case m.Refused():
+                        raise event.error
+                    case m.AuditsTold():  # by those who served before
+                        self._take_in(event)
+                    case _ if isinstance(event, kind):
+                        return event
+        raise EndedError("the data plane did not start")
 
     # Commands, which fail at once after the end
 
-    def ask(
-        self,
-        command: m.Stage | m.FetchPages | m.FetchSide | m.Write | m.Clear,
-        lost: A,
-    ) -> Awaited[A]:
+    def ask(self, command: m.Stage | m.FetchPages | m.FetchSide | m.Write | m.Clear, lost: A) -> Awaited[A]:
         """Send a command. Return the event that answers it, ``lost`` if the data plane ends first, or if the command is
-        too large to be sent."""
-        asked = Awaited(self, lost, "lookup" if isinstance(lost, m.Found) else "fetch")
+        too large to be sent. Both get their number here."""
+        work = next(_numbers)
+        asked = Awaited(self, msgspec.structs.replace(lost, work=work))
         with self._lock:
             is_under_way = not self._ended
             if is_under_way:
-                self._asked[command.work] = asked
+                self._asked[work] = asked
         if not is_under_way:
             asked.lose()
             return asked
         try:
-            self.channel.send(command)
+            self.channel.send(msgspec.structs.replace(command, work=work))
         except FormatError as e:  # one miss: the thread that asks may be the scheduler's
             with self._lock:
-                is_under_way = self._asked.pop(command.work, None) is not None
+                is_under_way = self._asked.pop(work, None) is not None
             if is_under_way:
                 _limited.warning("too large", f"kvfetch: pages of a request count as missing: {e}")
                 asked.lose(Reason.TOO_LARGE)
@@ -260,7 +322,7 @@ class Run:
     ) -> bool:
         """Queue pages for writing. Waits for room for them. Return whether they are queued. ``part``: which of those of
         ``quantising`` they are."""
-        side_sizes = [self._sides[pool] for pool, _ in command.sides]
+        side_sizes = [self.setup.sides[pool] for pool, _ in command.sides]
         deadline_s = time.monotonic() + timeout_s
         with ExitStack() as undo:
             offsets: list[int] = []
@@ -281,7 +343,7 @@ class Run:
             if quantised is not None:
                 command, value_bytes = quantised
             else:
-                value_bytes = len(pool_pages) * self._geometry.page_bytes
+                value_bytes = len(pool_pages) * self.setup.geometry.page_bytes
                 offset = allocate(value_bytes + sum(side_sizes))
                 if offset is None or not self._copy(offset, pool_pages, read):
                     return False
@@ -294,7 +356,7 @@ class Run:
             undo.pop_all()
         command = msgspec.structs.replace(command, offset=offsets[0])
         self._count_queued(len(pool_pages))  # now: the answers may come before this thread goes on
-        taken = self.ask(command, m.Taken(command.work, is_lost=True))
+        taken = self.ask(command, m.Taken(0, is_lost=True))
         for each in offsets:
             taken.add_done_callback(lambda _, each=each: self._room.free(each))  # type: ignore[misc]
         if taken.done() and taken.result().is_lost:
@@ -313,8 +375,8 @@ class Run:
         """Let pages be quantised into the shared memory, with room for side pages behind them. Return the command, and
         how many bytes they take without exact tokens; None if there is no room, or if the pages are to be read as
         values."""
-        value_bytes = len(part) * self._geometry.page_bytes
-        num_bytes = quantising.token_bytes * len(part) * self._geometry.page_size
+        value_bytes = len(part) * self.setup.geometry.page_bytes
+        num_bytes = quantising.token_bytes * len(part) * self.setup.geometry.page_size
         if num_bytes > value_bytes or (offset := allocate(num_bytes + side_bytes)) is None:
             return None
         exact = quantising.into(part, self._pages.whole, offset)
@@ -337,7 +399,7 @@ class Run:
 
     def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
         """Copy pages into the shared memory. Return False if they are no longer available."""
-        for tensor, into in zip(TENSORS, self._pages.pages(offset, self._geometry, len(pool_pages)), strict=True):
+        for tensor, into in zip(TENSORS, self._pages.pages(offset, self.setup.geometry, len(pool_pages)), strict=True):
             values = read(tensor, pool_pages)
             if values is None:
                 return False
@@ -345,20 +407,6 @@ class Run:
         return True
 
     # Events
-
-    def await_ready(self, closing: threading.Event) -> None:
-        """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""
-        silence = _Silence(self.running)
-        while not silence.is_longer(*_START_TICKS) and not closing.is_set():
-            for event in silence.broken_by(self._receive()):
-                match event:
-                    case m.Ready():
-                        return
-                    case m.AuditsTold():  # by those who served before
-                        self._take_in(event)
-                    case m.Refused():
-                        raise event.error
-        raise EndedError("the data plane did not start")
 
     def serve(self, closing: threading.Event) -> None:
         """Process events until the data plane ends or hangs."""
@@ -411,7 +459,7 @@ class Run:
                 self._count_queued(-event.num_pages)
                 # Not before the store works again: until then, pages that come again would be lost again.
                 if self.has_lost and not event.is_lost:
-                    self._on_loss()
+                    self.on_loss()
                 self.has_lost = event.is_lost
 
     def _answer(self, event: m.Answer) -> None:
@@ -431,10 +479,10 @@ class Run:
         self.channel.send(m.Close())
 
     def staged_values(self, staged: m.Staged) -> StagedValues:
-        return StagedValues.of(staged, self.values, self._geometry, self._sides)
+        return StagedValues.of(staged, self.values, self.setup.geometry, self.setup.sides)
 
     def side_pages(self, fetched: m.Fetched) -> dict[SideKey, torch.Tensor]:
-        return side_views(fetched, self.values, self._sides)
+        return side_views(fetched, self.values, self.setup.sides)
 
     def end(self) -> bool:
         """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it

@@ -1,11 +1,18 @@
 """What opens the store that a config names: its keys and its token, which may be replaced at any time, TLS files, and
-the options of S3."""
+the options of S3.
+
+``python -m sgl_kvfetch.plane.access`` checks the config on its standard input for SGLang's process, which opens no
+store. It imports no torch, since each launch waits for it.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from functools import partial
 
 from sgl_kvfetch.codec import StoreKeys
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.protocol import KVFetchConfig
 from sgl_kvfetch.stores import AdminStore, HttpOptions, S3Options, TlsFiles, Token, open_remote, takes_token
 from sgl_kvfetch.user_files import TOKEN_ENV, FreshFiles, environment_secret, read_token_file
@@ -51,3 +58,10 @@ def check_access(config: KVFetchConfig) -> None:
     store_keys(config)
     tls_files(config).context()
     open_profile_store(config)
+
+
+if __name__ == "__main__":
+    try:
+        check_access(KVFetchConfig.model_validate(json.load(sys.stdin)))
+    except ConfigError as e:
+        sys.exit(str(e))

@@ -48,13 +48,12 @@ class RegionPlan:
     arrived; ``start`` counts from the region's for chunks in it (``in_region``). ``stays``: which chunks stay coded, or
     are stored as they are. ``num_bytes``: the region's size."""
 
-    def __init__(self, parts: Sequence[SpanPart], held: Held | None = None) -> None:
-        """``held``: what memory has of these parts; by default nothing, so that all cells lie in the region."""
+    def __init__(self, parts: Sequence[SpanPart], held: Held) -> None:
+        """``held``: what memory has of these parts."""
         self.parts = parts
         self.data_names = {part.reader.data_name for part in parts}
         self.entries = [
-            None if held is None or part.reader.manifest.is_encrypted else held.entry(part.reader, part.span)
-            for part in parts
+            None if part.reader.manifest.is_encrypted else held.entry(part.reader, part.span) for part in parts
         ]
         of_parts = [_span_rows(part.reader, part.span) for part in parts]
         rows, counts = np.concatenate([each.cells for each in of_parts]), [len(each.cells) for each in of_parts]

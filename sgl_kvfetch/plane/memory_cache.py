@@ -30,7 +30,7 @@ import numpy as np
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Cell, CellChunks, CodedSegment, EncodedSegment, SegmentReader
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, SpanPart, UnitKey, read_units
-from sgl_kvfetch.protocol import CODE_ALIGNMENT, Arena, Room
+from sgl_kvfetch.protocol import CODE_ALIGNMENT, Room
 
 
 class Kept(NamedTuple):
@@ -92,15 +92,14 @@ class CachedSpan:
 
 
 class MemoryCache:
-    """Belongs to one event loop."""
+    """Belongs to one event loop. One without memory is as any other one, but keeps nothing."""
 
-    def __init__(self, arena: Arena, num_bytes: int) -> None:
-        """``num_bytes``: at the end of the arena, are the cache's."""
-        self._memory = arena.buffer(0, arena.num_bytes)
-        self._room = Room(num_bytes, arena.num_bytes - num_bytes)
+    def __init__(self, memory: bytes | memoryview = b"", num_bytes: int = 0) -> None:
+        """``num_bytes``: at the end of the memory, are the cache's."""
+        self._memory = memoryview(memory)
+        self._room = Room(num_bytes, len(memory) - num_bytes)
         self._entries: OrderedDict[_SpanKey, CachedSpan] = OrderedDict()  # the least recently used first
         self._pages: dict[bytes, PageSource] = {}  # by hash; those of which all bytes are here
-        self._used_bytes = 0
         self._num_entries: Counter[SegmentReader] = Counter()
 
     def keeps(self, reader: SegmentReader) -> bool:
@@ -123,18 +122,18 @@ class MemoryCache:
         entry = self._entries.get(_key(reader, span))
         return entry is not None and not entry.missing_bytes
 
-    def put(self, unit: ReadUnit, chunks: Sequence[CellChunks]) -> None:
+    def put(self, unit: ReadUnit, data: bytes | memoryview) -> None:
         """Copy a unit's bytes, if there is room or something can be evicted for its span."""
         entry = self._open(unit.reader, unit.cells[0].span)
         if entry is not None and entry.filler is None and entry.lacks(unit):
-            self._copy(entry, unit, chunks)
+            self._copy(entry, unit, unit.split(data))
 
     def put_segment(self, reader: SegmentReader, segment: CodedSegment | EncodedSegment, size: ReadSize) -> None:
         """Copy a segment that was written, in the units in which it is read."""
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, size):
-                self.put(unit, unit.split(b"".join(objects[name][start:end] for name, start, end in unit.reads)))
+                self.put(unit, b"".join(objects[name][start:end] for name, start, end in unit.reads))
 
     def _copy(self, entry: CachedSpan, unit: ReadUnit, chunks: Sequence[CellChunks]) -> list[CellChunks]:
         """Copy a unit's chunks to their places, which are returned."""
@@ -170,15 +169,13 @@ class MemoryCache:
         key = _key(reader, span)
         if (found := self._entries.get(key)) is not None:
             return found
-        layout = _layout(reader, span)
-        if layout.num_bytes > self._room.num_bytes:
+        if self._room.num_bytes <= 0 or (layout := _layout(reader, span)).num_bytes > self._room.num_bytes:
             return None
         while (offset := self._room.allocate(layout.num_bytes, 0)) is None:
             oldest = next((each for each in self._entries.values() if not each.num_holders), None)
             if oldest is None:
                 return None
             self._evict(oldest)
-        self._count(layout.num_bytes)
         what = key, reader, layout, self._memory, offset, reader.span_bytes(span)
         entry = CachedSpan(*what, kept=[None] * len(layout.chunks))
         self._entries[key] = entry
@@ -206,14 +203,7 @@ class MemoryCache:
             del self._num_entries[entry.reader]
         entry.is_dropped = True
         if not entry.num_holders:
-            self._free(entry)
-
-    def _free(self, entry: CachedSpan) -> None:
-        self._room.free(entry.offset)
-        self._count(-entry.layout.num_bytes)
-
-    def _count(self, num_bytes: int) -> None:
-        self._used_bytes += num_bytes
+            self._room.free(entry.offset)
 
 
 class Held:
@@ -298,7 +288,7 @@ class Held:
                 entry.filler = None
             entry.num_holders -= 1
             if not entry.num_holders and entry.is_dropped:
-                self._cache._free(entry)
+                self._cache._room.free(entry.offset)
             elif not entry.num_holders and not entry.units:  # nothing has come
                 self._cache._evict(entry)
 

@@ -1,6 +1,7 @@
 """The profile that a server takes: the newest of its model's weights in its store that fits, and a copy of it here.
 
-``quantiser = "klt"`` without a ``profile`` asks the store once, when the backend is attached. The copy is the path that
+``quantiser = "klt"`` without a ``profile`` asks the store once, when the backend is attached: the data plane does so
+before it serves, since the engine's process opens no store. The copy is the path that
 everything behind it works with, so nothing else knows where a profile came from. Copies also let a server start while
 its store is down: it takes the copy that was last taken here for these weights.
 """
@@ -21,7 +22,7 @@ from sgl_kvfetch.codec import StoreKeys, load_profile
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
 from sgl_kvfetch.log import brief, one_line, printable
 from sgl_kvfetch.plane.access import WAIT_S, open_profile_store, store_keys
-from sgl_kvfetch.protocol import KVFetchConfig, TakenProfile, Watch, require_profile_file
+from sgl_kvfetch.protocol import KVFetchConfig, TakenProfile, messages as m, require_profile_file
 from sgl_kvfetch.stores import AdminStore, ListedProfile, list_profiles, read_profile
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,14 @@ def _put(listed: ListedProfile) -> tuple[str, float]:
     return listed.info.name, listed.info.modified_s
 
 
-def ask_store(config: KVFetchConfig, watch: Watch, digest: str | None = None) -> TakenProfile | None:
-    """Do as `take_profile`, for what ``watch`` needs."""
-    return take_profile(config, watch.weights, partial(require_profile_file, watch.needs), digest)
+def answer(command: m.TakeProfile) -> m.ProfileTaken | m.Refused:
+    """Take the profile that an engine asks for. Waits for the store."""
+    config, watch = KVFetchConfig.model_validate(command.config), command.watch
+    try:
+        fits = partial(require_profile_file, watch.needs)
+        return m.ProfileTaken(take_profile(config, watch.weights, fits, command.digest))
+    except KVFetchError as e:
+        return m.Refused.of(e)
 
 
 def take_profile(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile | None:

@@ -36,6 +36,7 @@ from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.fetch.finder import StoredPrompts
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.prefetching import Prefetcher
+from sgl_kvfetch.plane.profiles import answer
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import taken_batch
@@ -129,7 +130,7 @@ class Service:
                     self._finder.serve(command)
             case m.Ping():
                 self._emit(m.Pong())
-            case m.Start() | m.Close():
+            case m.TakeProfile() | m.Start() | m.Close():
                 raise AssertionError(f"a running service does not accept {command}")
 
     def _tell_audits(self) -> None:
@@ -216,6 +217,8 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
         while data := await loop.sock_recv(line.commands, 1 << 18):
             for command in commands.feed(data):
                 match command:
+                    case m.TakeProfile():
+                        emit(await asyncio.to_thread(answer, command))
                     case m.Start():
                         config, heads, client = _open(command, line)
                         room = Room(line.values.num_bytes - config.memory_cache)
@@ -225,7 +228,7 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
                     case m.Close():
                         return
                     case _:
-                        assert service is not None, "the first command must be Start"
+                        assert service is not None, "only TakeProfile may come before Start"
                         service.serve(command)
     except KVFetchError as e:
         if service is None:
@@ -264,7 +267,7 @@ def _open(command: m.Start, line: Line) -> tuple[KVFetchConfig, HeadSlice, Store
     labels = msgspec.structs.replace(command.labels, writer=socket.gethostname()[:MAX_LABEL_CHARS])
     heads = HeadSlice(command.namespace, range(command.first_head, command.end_head), labels)
     # Behind what the engine takes from, in the same memory: a GPU may take what is there, too.
-    memory = MemoryCache(line.values, config.memory_cache) if config.memory_cache else None
+    memory = MemoryCache(line.values.buffer(0, line.values.num_bytes), config.memory_cache)
     nvdec = None
     if command.gpu is not None:
         nvdec, about = open_nvdec_alone(command.gpu)

@@ -105,13 +105,13 @@ class Filled:
 class _Staging:
     """Pages that are brought for all who ask for them. ``asked``: by the engine's numbers, while it has not released
     them. ``reasons``: why the fetch brings less. ``data_names``: the objects that are read. ``held``: what memory keeps
-    of the pages; None without `memory_cache`. ``ends``: frees whatever the pages take."""
+    of the pages. ``ends``: frees whatever the pages take."""
 
     key: _Key
     num_pages: int
     data_names: set[str]
     is_coded: bool
-    held: Held | None
+    held: Held
     task: asyncio.Task[None]
     reasons: list[str]
     ends: ExitStack
@@ -303,8 +303,7 @@ class Stager:
         is_coded = self._takes_code and gpu_restores(sources) and not names & self._decoded_here
         with ExitStack() as ends:
             held = self._fetcher.hold(sources)
-            if held is not None:
-                ends.callback(held.let_go)
+            ends.callback(held.let_go)
             if is_coded:
                 coded_bytes = RegionPlan(parts, held).num_bytes
                 is_coded = coded_bytes <= self._prompts.room.num_bytes  # a manifest may say so of its cells
@@ -339,9 +338,9 @@ class Stager:
             code = m.CodedCells(place, len(tables), num_cells)
         if num_pages and staging.asked:
             self._turns.end(filling)
-            if staging.held is not None and staging.is_coded:
+            if staging.is_coded:
                 staging.held.end_filling()
-            elif staging.held is not None:  # it is restored: nothing of it lies there
+            else:  # it is restored: nothing of it lies there
                 staging.held.let_go()
             staged = m.Staged(0, num_pages, staging.num_pages, "", filling.offset, code, sides)
             staging.state = Filled(staged)
@@ -402,8 +401,7 @@ class Stager:
     def _open(self, staging: _Staging, filling: Filling, prompt: _Prompt) -> Destination:
         """Return what restores to a region. It takes no more than it needs, now that memory keeps what it can."""
         parts, arena = span_parts(prompt.sources), self._prompts.arena
-        if staging.held is not None:
-            self._fetcher.open(staging.held, parts)
+        self._fetcher.open(staging.held, parts)
         if staging.is_coded:
             plan = RegionPlan(parts, staging.held)
             self._turns.shrink(filling, plan.num_bytes)

@@ -84,13 +84,12 @@ class StoreClient:
     fetcher: Fetcher
     writer: Writer
     encode_pool: Executor
-    memory: MemoryCache | None
+    memory: MemoryCache
 
     async def clear(self, heads: HeadSlice) -> None:
         """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
         self.finder.forget_pages()
-        if self.memory is not None:
-            self.memory.clear()
+        self.memory.clear()
         await self.store.delete_prefix(heads.folder + "/")  # first, as listing may fail
         for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
             await self.store.delete_prefix(each.folder + "/")
@@ -122,7 +121,7 @@ def open_client(
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
     ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes.
     ``memory`` keeps what is read and written. Raises ConfigError."""
-    tolerance = Tolerance(config.coarseness(quantiser))
+    tolerance, memory = Tolerance(config.coarseness(quantiser)), memory or MemoryCache()
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
     store = open_configured_store(config, link.received)
@@ -173,7 +172,7 @@ def open_client(
         ttl_s=config.ttl_s,
         refines=config.quantiser_name == "klt" and tolerance.coarseness == 0,
     )
-    if memory is not None:
+    if config.memory_cache:
         writer.on_committed = partial(_keep_written, memory, finder, read_size)
     return StoreClient(store, finder, fetcher, writer, encode_pool, memory)
 

@@ -19,7 +19,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -30,7 +30,6 @@ from sgl_kvfetch.codec import Quantiser, fingerprint_model
 from sgl_kvfetch.codec.fingerprint import digest_file, digest_files, model_folder
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Labels, Namespace, label_of_flags, label_of_klt, label_of_model
-from sgl_kvfetch.plane.profiles import ask_store
 from sgl_kvfetch.plugin.adapters import require_named_adapters
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.protocol import KVFetchConfig, TakenProfile, Watch, config_quantiser
@@ -149,18 +148,36 @@ LIKE_THE_DEFAULT = {
 LOADER_SPEED = frozenset({"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"})
 
 
-def engine_config(config: KVFetchConfig, why_no_klt: str, needs: Callable[[], ProfileNeeds]) -> KVFetchConfig:
-    """Return the config as this engine serves it: of ``klt`` with a profile, of ``auto`` as ``klt`` or ``exact``.
-    ``why_no_klt``: why the engine cannot have ``klt``; "" if it can. ``needs``: returns what a profile must
-    have. Raises KVFetchError."""
+TakeProfile: TypeAlias = "Callable[[KVFetchConfig, Watch, str | None], TakenProfile | None]"
+"""Takes a profile from the store: `engine.process.Run.take_profile`."""
+
+
+def engine_config(
+    config: KVFetchConfig, why_no_klt: str, needs: Callable[[], ProfileNeeds], take: TakeProfile
+) -> KVFetchConfig:
+    """Return the config as this engine serves it: of ``auto`` as ``klt`` or ``exact``, and of ``klt`` with a profile:
+    its own, or the newest that the store has for the loaded weights and that has what this rank ``needs``.
+    ``why_no_klt``: why the engine cannot have ``klt``; "" if it can.
+
+    Raises ConfigError if there is none, and UnsupportedError if the model's files do not say what the weights are.
+    """
     if config.quantiser_name != "klt":
         return config
-    if not why_no_klt:
-        return engine_profile(config, needs)
-    if config.quantiser != "auto":
+    if why_no_klt and config.quantiser != "auto":
         raise UnsupportedError(why_no_klt)
-    logger.warning("kvfetch: %s; quantiser 'auto' stays 'exact' here", why_no_klt)
-    return config.as_exact
+    if why_no_klt:
+        logger.warning("kvfetch: %s; quantiser 'auto' stays 'exact' here", why_no_klt)
+        return config.as_exact
+    if config.profile is not None:
+        return config
+    if config.model_id is not None:
+        raise ConfigError(
+            "stores keep profiles by the fingerprint of the weights, which model_id replaces: set profile to a file, "
+            "as kvfetch profile get writes it, or leave out model_id"
+        )
+    from sglang.srt.runtime_context import get_model
+
+    return with_profile(config, profile_watch(needs()), get_model().model_path, tensor_parallel_group(), take)
 
 
 def profile_watch(needs: ProfileNeeds) -> Watch:
@@ -171,32 +188,6 @@ def profile_watch(needs: ProfileNeeds) -> Watch:
     folder = model_folder(model.model_path, model.revision)
     name = label_of_model(model.model_path, model.model_path)
     return Watch(_weights_digest(), str(folder), name, needs)
-
-
-def engine_profile(config: KVFetchConfig, needs: Callable[[], ProfileNeeds]) -> KVFetchConfig:
-    """Return the config of ``klt`` with the path of a profile: its own, or the newest that the store has for the loaded
-    weights and that has what this rank ``needs``.
-
-    Raises ConfigError if there is none, and UnsupportedError if the model's files do not say what the weights are.
-    """
-    if config.profile is not None:
-        return config
-    if config.model_id is not None:
-        raise ConfigError(
-            "stores keep profiles by the fingerprint of the weights, which model_id replaces: set profile to a file, "
-            "as kvfetch profile get writes it, or leave out model_id"
-        )
-    from sglang.srt.runtime_context import get_model
-
-    return with_profile(config, profile_watch(needs()), get_model().model_path, tensor_parallel_group())
-
-
-def found_profile(config: KVFetchConfig, watch: Watch, digest: str) -> TakenProfile:
-    """Take the profile with this digest from the store. Raises KVFetchError."""
-    taken = ask_store(config, watch, digest)
-    if taken is None:
-        raise ConfigError(f"{config.store} has no usable profile {watch.weights}/{digest} any more: publish it again")
-    return taken
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
@@ -513,7 +504,7 @@ def tensor_parallel_group() -> Any:
     return get_tp_group()
 
 
-def with_profile(config: KVFetchConfig, watch: Watch, model: str, group: Any) -> KVFetchConfig:
+def with_profile(config: KVFetchConfig, watch: Watch, model: str, group: Any, take: TakeProfile) -> KVFetchConfig:
     """Return the config of ``klt`` with the path of the store's newest profile that has what ``watch`` needs. Asks the
     store, and waits. ``model``: its path, for messages.
 
@@ -523,7 +514,7 @@ def with_profile(config: KVFetchConfig, watch: Watch, model: str, group: Any) ->
     of a pipeline choose for themselves: none reads what another has written.
     """
     rank = group.rank_in_group
-    first = group.all_gather_object(_take(config, watch) if rank == 0 else None)[0]
+    first = group.all_gather_object(_result(take, config, watch) if rank == 0 else None)[0]
     if first == _Result() and config.quantiser == "auto":
         return config.as_exact
     if first == _Result():
@@ -534,7 +525,7 @@ def with_profile(config: KVFetchConfig, watch: Watch, model: str, group: Any) ->
         )
     mine = first
     if rank != 0 and first.taken is not None:
-        mine = _take(config, watch, first.taken.digest)
+        mine = _result(take, config, watch, first.taken.digest)
     results = group.all_gather_object(mine)
     for number, result in enumerate(results):
         if result.error or result == _Result():
@@ -554,9 +545,9 @@ def with_profile(config: KVFetchConfig, watch: Watch, model: str, group: Any) ->
     return config.with_profile(mine.taken.path)
 
 
-def _take(config: KVFetchConfig, watch: Watch, digest: str | None = None) -> _Result:
+def _result(take: TakeProfile, config: KVFetchConfig, watch: Watch, digest: str | None = None) -> _Result:
     try:
-        return _Result(ask_store(config, watch, digest))
+        return _Result(take(config, watch, digest))
     except StoreError as e:
         return _Result(outage=str(e))
     except KVFetchError as e:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from sgl_kvfetch.codec import read_outline, why_no_gpu
 from sgl_kvfetch.codec.cuda_streams import GPU_ENV
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plane.access import check_access
 from sgl_kvfetch.plugin.register import BACKEND, LINKER_MODULE
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, installed_version
-from sgl_kvfetch.protocol import parse_config
+from sgl_kvfetch.protocol import KVFetchConfig, parse_config
 from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
@@ -38,10 +40,22 @@ def check_launch(server_args: Any) -> None:
     _check_environment(is_device_mode=not server_args.enable_hierarchical_cache)
     extra, _ = read_extra_config(server_args.hicache_storage_backend_extra_config)
     config = parse_config(extra)
-    check_access(config)
+    _check_access(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
         read_outline(Path(config.profile)).require_target(config.target_kl)
+
+
+def _check_access(config: KVFetchConfig) -> None:
+    """Check the files and the keys that a config names for its store, its token, and its store's URL: in a process,
+    half a second long, since SGLang's needs nothing of what that imports. Raises ConfigError."""
+    command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane.access"]  # -P: as for `DataPlaneProcess`
+    checked = subprocess.run(
+        command, input=json.dumps(config.as_json()), stderr=subprocess.PIPE, text=True, check=False
+    )
+    if checked.returncode:
+        raise ConfigError(checked.stderr.strip() or f"{command} ended with exit code {checked.returncode}")
+    sys.stderr.write(checked.stderr)  # warnings
 
 
 def use_linker(server_args: Any) -> None:

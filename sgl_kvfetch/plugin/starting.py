@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -14,7 +14,8 @@ import torch
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, Quantiser
 from sgl_kvfetch.engine import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, Launch
+from sgl_kvfetch.engine.process import DataPlaneProcess, Launch, Run, Setup
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.plugin import auto_profile, status
@@ -27,7 +28,6 @@ from sgl_kvfetch.plugin.identity import (
     engine_config,
     engine_heads,
     engine_quantiser,
-    found_profile,
     kv_cache_scale,
     profile_needs,
     profile_watch,
@@ -59,37 +59,39 @@ def open_engine_plane(
     pool: SharedPool | None = None,
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
-    ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. Other arguments as for `Opening`.
-    Raises KVFetchError."""
-    compile_hash_function()
-    asked, why_no_klt = config, _why_no_klt(sides, rank, pages.geometry.dtype)
-    needs = partial(profile_needs, asked, rank, pages.geometry, pages.first_layer)
-    config = engine_config(asked, why_no_klt, needs)
-    lacks_profile = asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact"
-    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
-    pools = ""
-    if sides:
-        pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)
-        if sides.has_draft:
-            pools = f"{pools},draft {draft_model(config)}"
+    ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``staging_bytes``: of the shared
+    memory in which prompts are staged; 0 if none are. ``pool``: where fetched pages go, if any are. ``gpu``,
+    ``takes_code``: as in `messages.Start`. Raises KVFetchError."""
+    side_bytes = sides.page_bytes if sides else {}
+    files = () if pool is None else pool.files
+    setup = Setup(
+        _launch, pages.geometry, side_bytes, config.write_queue_bytes, staging_bytes, config.memory_cache, files
+    )
+    launched = Run(setup)  # now: it imports torch while we find out what it is to serve
+    try:
+        compile_hash_function()
+        asked, why_no_klt = config, _why_no_klt(sides, rank, pages.geometry.dtype)
+        needs = partial(profile_needs, asked, rank, pages.geometry, pages.first_layer)
+        config = engine_config(asked, why_no_klt, needs, launched.take_profile)
+        quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+        heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, _pools(config, rank, sides))
+        watch = None
+        if asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact":
+            watch = profile_watch(needs())
+        opening = Opening(heads, rank.tp_rank, pages, gpu, most_span_pages, side_bytes, takes_code, pool)
+        start = opening.start(config, quantiser, watch if rank.tp_rank == 0 else None)
+    except BaseException:
+        launched.end()
+        raise
+    plane = DataPlane(start, launched)
     if rank.tp_rank == 0 and pages.geometry.page_size < _SMALL_PAGE:
         logger.warning(
             "kvfetch: pages of %d tokens make lookups slow and manifests large, and in host mode cells small: "
             "--page-size 64 is recommended",
             pages.geometry.page_size,
         )
-    heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
-    require_own_profile(config, quantiser, heads.namespace)
-    logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
-    status.serves(heads, config.coarseness(quantiser))
-    page_bytes = sides.page_bytes if sides else {}
-    opening = Opening(
-        heads, rank.tp_rank, pages, gpu, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code, pool=pool
-    )
-    if not lacks_profile:
-        return opening.open(config, quantiser)
-    watch = profile_watch(needs())
-    plane = opening.open(config, quantiser, watch if rank.tp_rank == 0 else None)
+    if watch is None:
+        return plane
     # Device mode on a GPU has pages under way that its kernels have quantised.
     follow = None if _is_on_gpu(pages) else partial(_by_profile, asked, watch, rank, opening)
     is_on_cpu = not torch.accelerator.is_available()
@@ -109,50 +111,51 @@ def _why_no_klt(sides: SidePools | None, rank: Any, dtype: str) -> str:
     return ""
 
 
-def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening, digest: str) -> Start:
+def _pools(config: KVFetchConfig, rank: Any, sides: SidePools | None) -> str:
+    """Return what identifies the pages of side pools."""
+    if not sides:
+        return ""
+    pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)
+    return f"{pools},draft {draft_model(config)}" if sides.has_draft else pools
+
+
+def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening, digest: str, launched: Run) -> Start:
     """Take the profile with this digest from the store, as at an attachment. Return what starts a data plane that
-    serves by it. ``config``: as the user has it, with ``auto``. ``opening``: how the present one was opened. Raises
-    KVFetchError."""
-    taken = found_profile(config, watch, digest)
+    serves by it, and which is ``launched``. ``config``: as the user has it, with ``auto``. ``opening``: how the former
+    one was opened. Raises KVFetchError."""
+    taken = launched.take_profile(config, watch, digest)
+    if taken is None:
+        raise ConfigError(f"{config.store} has no usable profile {watch.weights}/{digest} any more: publish it again")
     if rank.tp_rank == 0:
         logger.info("kvfetch: %s", taken.about)
     config, heads, pages = config.with_profile(taken.path), opening.heads, opening.pages
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     namespace = replace(heads.namespace, quantiser=quantiser.identity)
-    require_own_profile(config, quantiser, namespace)
     labels = msgspec.structs.replace(heads.labels, quantiser=quantiser_label(config, quantiser))
-    heads = HeadSlice(namespace, heads.heads, labels)
-    logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, namespace)
-    status.serves(heads, config.coarseness(quantiser))
-    return replace(opening, heads=heads).start(config, quantiser)
+    return replace(opening, heads=HeadSlice(namespace, heads.heads, labels)).start(config, quantiser)
 
 
 @dataclass(frozen=True)
 class Opening:
-    """Opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group. ``staging_bytes``:
-    of the shared memory in which prompts are staged; 0 if none are. ``pool``: where fetched pages go, if any are.
-    ``gpu``, ``takes_code``: as in `messages.Start`."""
+    """What all that starts data planes of one rank has in common. ``rank``: in its group. ``pages``: where its pages
+    go. Other fields as for `open_engine_plane`."""
 
     heads: HeadSlice
     rank: int
     pages: HostPages | SlotPages
     gpu: int | None
-    most_span_pages: int | None = None
-    side_bytes: Mapping[str, int] = field(default_factory=dict)
-    staging_bytes: int = 0
-    takes_code: bool = False
-    pool: SharedPool | None = None
-
-    def open(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> DataPlane:
-        """Start the data plane, and wait until it serves. Call on the scheduler's thread, whose GPU is the rank's.
-        Raises KVFetchError."""
-        start = self.start(config, quantiser, watch)
-        files = () if self.pool is None else self.pool.files
-        return DataPlane(start, self.heads.geometry, _launch, self.staging_bytes, files)
+    most_span_pages: int | None
+    side_bytes: Mapping[str, int]
+    takes_code: bool
+    pool: SharedPool | None
 
     def start(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> Start:
-        """Return what starts the data plane."""
+        """Return what starts the data plane, and prepare this rank's GPU for it. Call on a thread whose GPU it is.
+        Raises ConfigError for a profile of other weights."""
         pages, heads = self.pages, self.heads
+        require_own_profile(config, quantiser, heads.namespace)
+        logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+        status.serves(heads, config.coarseness(quantiser))
         takes_code = self.takes_code
         if _is_on_gpu(pages):
             places = written_places(config, heads, quantiser, self.most_span_pages)

@@ -17,17 +17,17 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import msgspec
 
 from sgl_kvfetch import errors
-from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError, StoreError, StoreErrorReason
 from sgl_kvfetch.keys import Labels, Namespace, valid_unicode
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.types import KVGeometry
 
-VERSION = 13
+VERSION = 14
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
 
@@ -96,8 +96,17 @@ class SidePages(msgspec.Struct, frozen=True, array_like=True):
 # Commands
 
 
+class TakeProfile(_Message, frozen=True):
+    """Before `Start`: take the newest profile from the store that has what ``watch`` needs, or the one with ``digest``.
+    `ProfileTaken` answers, or `Refused`. ``config``: as in `Start`."""
+
+    config: dict[str, Any]
+    watch: Watch
+    digest: str | None = None
+
+
 class Start(_Message, frozen=True):
-    """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
+    """Serve from now on. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
     ``sides``: the bytes of a page in each side pool. ``watch``: what to find a profile for, if one is to be found.
     ``takes_code``: whether the engine restores staged cells itself, where `coded.gpu_restores`. ``gpu``: the number of
     the engine's GPU, whose video engines decode for the data plane, if they can. ``pool``: where K and V lie in the
@@ -241,18 +250,28 @@ class Ready(_Message, frozen=True):
     """The data plane serves commands from now on."""
 
 
+class ProfileTaken(_Message, frozen=True):
+    """The answer to `TakeProfile`. ``taken`` is None if the store has no such profile."""
+
+    taken: TakenProfile | None
+
+
 class Refused(_Message, frozen=True):
-    """The data plane cannot do what ``Start`` asks for, and exits. ``kind``: the name of the error's class."""
+    """The data plane cannot do what `TakeProfile` or `Start` asks for; after `Start`, it exits. ``kind``: the name of
+    the error's class, or the reason of a StoreError."""
 
     kind: str
     reason: str
 
     @classmethod
     def of(cls, error: KVFetchError) -> Refused:
-        return cls(type(error).__name__, valid_unicode(str(error)))
+        kind = error.reason if isinstance(error, StoreError) else type(error).__name__
+        return cls(kind, valid_unicode(str(error)))
 
     @property
     def error(self) -> KVFetchError:
+        if self.kind in get_args(StoreErrorReason):
+            return StoreError(cast("StoreErrorReason", self.kind), self.reason)
         kind: type[KVFetchError] = getattr(errors, self.kind, KVFetchError)
         return kind(self.reason)
 
@@ -341,7 +360,8 @@ class Pong(_Message, frozen=True):
 
 
 Command = (
-    Start
+    TakeProfile
+    | Start
     | Stage
     | FetchPages
     | FetchSide
@@ -355,7 +375,7 @@ Command = (
     | Close
 )
 Answer = Found | Fetched | Staged | Taken | ClearOver
-Event = Ready | Refused | Answer | Settled | ProfileFound | AuditsTold | Pong
+Event = ProfileTaken | Ready | Refused | Answer | Settled | ProfileFound | AuditsTold | Pong
 
 M = TypeVar("M")
 

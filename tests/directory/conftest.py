@@ -41,3 +41,14 @@ def write_files(root: Path, *segments: CodedSegment) -> None:
     for segment in segments:
         (root / segment.data_name).write_bytes(segment.data)
         (root / segment.manifest.key.manifest_name).write_bytes(segment.manifest.encode())
+
+
+async def rebuild(store: LocalStore) -> None:
+    """Make the catalog anew from the files, and wait until that is done."""
+
+    def open_anew() -> None:
+        store._catalog.discard()
+        store._catalog.open()
+
+    await store.workers.run("writes", open_anew)
+    await store.workers.run("upkeep", lambda: None)  # behind the sweep that opening has started

@@ -27,6 +27,7 @@ from sgl_kvfetch.stores import Pin
 from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
+from tests.directory.conftest import rebuild
 from tests.segments import page_hashes
 
 pytestmark = pytest.mark.usefixtures("tiny_stores")
@@ -143,7 +144,7 @@ async def test_a_catalog_made_anew_knows_what_was_dropped(make: MakeStore) -> No
     store = make(drop_levels=1)
     await fill(store, range(7))
     before = [await lost(store, number) for number in range(7)]
-    await store.rebuild()
+    await rebuild(store)
     assert [await lost(store, number) for number in range(7)] == before
     await fill(store, range(7, 9))
     assert {await lost(store, number) for number in range(9)} <= {0, 1, None}

@@ -20,7 +20,7 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
-from tests.directory.conftest import write_files
+from tests.directory.conftest import rebuild, write_files
 
 CHAIN = page_hashes(4)
 NUM_GOOD = 100  # more than a sweep reads in one transaction
@@ -65,7 +65,7 @@ async def test_a_bad_manifest_in_the_directory_costs_itself_alone(tmp_path: Path
     orphan.write_bytes(b"left by a dead writer")
     os.utime(orphan, (0, 0))
     store = LocalStore(tmp_path, orphan_age_s=60)
-    await store.rebuild()
+    await rebuild(store)
     await store.collect()
     usage = await store.usage()
     assert usage.num_segments == NUM_GOOD
@@ -123,7 +123,7 @@ async def test_a_manifest_that_the_catalog_refuses_ends_no_sweep(
         write_files(tmp_path, make_segment(page_hashes(4, f"{number}"), 0, 4))
     write_files(tmp_path, refused)
     store = LocalStore(tmp_path)
-    await store.rebuild()
+    await rebuild(store)
     assert (await store.usage()).num_segments == NUM_GOOD
     assert (await store.lookup(FOLDER, CHAIN)).hits == ()
     await store.put(refused.data_name, refused.data)  # makes the store look at the manifest again

@@ -20,7 +20,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.repair import Repair
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from tests.directory.conftest import age, disk_bytes, write_files
+from tests.directory.conftest import age, disk_bytes, rebuild, write_files
 
 CHAIN = page_hashes(8)
 FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
@@ -185,7 +185,7 @@ async def test_a_manifest_is_found_while_a_writer_replaces_it(store: LocalStore,
 async def test_an_upload_outlives_the_catalog(store: LocalStore) -> None:
     async with store.upload(FIRST.data_name, len(FIRST.data)) as upload:
         await upload.write(FIRST.data[:10])
-        await store.rebuild()
+        await rebuild(store)
         await upload.write(FIRST.data[10:])
         await upload.commit()
     await put_segment(store, FIRST)

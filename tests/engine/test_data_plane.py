@@ -26,23 +26,29 @@ import torch
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine import data_plane as plane_module, process as run_module
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Quantising, Run, Running
+from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Quantising, Run, Running, Setup
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane.calibration.own import calibration_folder
 from sgl_kvfetch.protocol import messages as channel_module, messages as m
 from sgl_kvfetch.protocol.arena import Line, SharedPool, StagedValues
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.protocol.messages import Found, Staged, Start
 from sgl_kvfetch.reasons import Reason
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.stores.notes import publish_profile
+from sgl_kvfetch.stores.open import open_remote
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.reasons import assert_counted
-from tests.segments import SMALL, make_heads, make_values, page_hashes
+from tests.segments import SMALL, make_heads, make_values, page_hashes, using
+from tests.stores.test_profiles import NO_KEYS, WEIGHTS, save
 
 pytestmark = pytest.mark.process
 
 NUM_PAGES = 16
+WATCH = m.Watch(WEIGHTS, "/model", "model", m.ProfileNeeds(KVGeometry(1, 1, 8, 8, 4, "bfloat16"), (0,), 0, 0, 1))
 POOL = SharedPool.create(SMALL, NUM_PAGES)  # pages are fetched to it
 
 
@@ -75,12 +81,16 @@ def plane(url: str, launcher: Launcher) -> Iterator[DataPlane]:
 
 
 def open_plane(url: str, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
+    setup = Setup(launcher, SMALL, staging_bytes=staging_bytes, pool_files=POOL.files)
+    return DataPlane(start_of(url, **config), Run(setup))
+
+
+def start_of(url: str, **config: object) -> Start:
     heads = make_heads(SMALL, make_quantiser("exact"))
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
     no_audits = {"audit_share": 0}  # which hits they cut is drawn
     settings = {"store": url, "codec": "zstd"} | patient | no_audits | config
-    start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
-    return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
+    return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
 
 
 def read_ahead(hashes: Sequence[bytes]) -> m.Stage:
@@ -201,7 +211,7 @@ def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(plane: DataPlane, ur
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     namespace, geometry = make_heads(SMALL, make_quantiser("exact")).namespace, replace(SMALL, num_heads=1)
-    half = DataPlane(Start({"store": url}, namespace, 1, 2, 0, None), geometry, launcher)
+    half = DataPlane(Start({"store": url}, namespace, 1, 2, 0, None), Run(Setup(launcher, geometry)))
     try:
         assert look_up(half, hashes).num_pages == NUM_PAGES
         half.clear()
@@ -305,6 +315,38 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
     wait_until(lambda: not plane._run._room._taken)
 
 
+def test_a_profile_is_taken_before_a_data_plane_serves(
+    url: str, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And errors, which it outlives, are those of the store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name = using(open_remote(url), lambda store: publish_profile(store, save(tmp_path), NO_KEYS))
+    digest = name.partition("/")[2]
+    launched = Run(Setup(launcher, SMALL, pool_files=POOL.files))
+    config = parse_config({"store": url, "quantiser": "klt"})
+    taken = launched.take_profile(config, WATCH)
+    assert taken is not None
+    assert taken.digest == load_profile(Path(taken.path)).digest == digest
+    assert launched.take_profile(config, WATCH, "0" * 32) is None  # as another rank may have chosen
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1") as down:
+        launched.take_profile(config.model_copy(update={"store": "http://127.0.0.1:1"}), WATCH)
+    assert down.value.reason == "refused"
+    with pytest.raises(ConfigError, match=f"key file {tmp_path / 'keys'} cannot be read"):
+        launched.take_profile(config.model_copy(update={"key_file": str(tmp_path / "keys")}), WATCH)
+    plane = DataPlane(start_of(url), launched)
+    store(plane, page_hashes(NUM_PAGES))
+    plane.close()
+    assert len(launcher.started) == 1
+
+
+def test_a_data_plane_that_ends_takes_no_profile(url: str, launcher: Launcher) -> None:
+    launched = Run(Setup(launcher, SMALL))
+    launcher.signal(signal.SIGKILL)
+    with pytest.raises(EndedError):
+        launched.take_profile(parse_config({"store": url}), WATCH)
+    launched.end()
+
+
 def test_an_impossible_config_is_refused(url: str, tmp_path: Path, launcher: Launcher) -> None:
     with pytest.raises(ConfigError, match="token-file"):
         open_plane(url, launcher, token_file=str(tmp_path / "token-file"))
@@ -360,7 +402,7 @@ class _Peer:
     """The other end of a run that nobody serves."""
 
     def __init__(self) -> None:
-        self.run = Run(self._launch, SMALL, {}, 1 << 20, 1 << 20)
+        self.run = Run(Setup(self._launch, SMALL, queue_bytes=1 << 20, staging_bytes=1 << 20))
 
     def _launch(self, line: Line) -> Running:
         self.line = line
@@ -500,7 +542,7 @@ def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantise
     restarts, losses = own_metric("sgl_kvfetch_data_plane_restarts_total"), plane.num_losses
     plane.show_prompts([[b"prompt"]])
     assert write(plane, others) == NUM_PAGES
-    plane.switch(lambda: start_by_uint8(url))
+    plane.switch(lambda _: start_by_uint8(url))
     assert plane.num_losses == losses + 1
     assert look_up(plane, hashes) == Found(ANY, reason=Reason.DATA_PLANE)  # at once, while it ends
     assert fetch_found(plane, hashes) == 0
@@ -545,7 +587,7 @@ def test_a_data_plane_that_dies_or_hangs_at_the_switch(
         if does_signal:
             launcher.signal(number)
         else:
-            plane.switch(lambda: start_by_uint8(url))
+            plane.switch(lambda _: start_by_uint8(url))
     store_again(plane, hashes)
     assert plane._start == start_by_uint8(url)
 
@@ -555,7 +597,7 @@ def test_a_switch_while_a_data_plane_is_restarted(url: str, launcher: Launcher, 
     store(plane, hashes)
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: len(launcher.started) >= 2)  # which is started by the former quantiser
-    plane.switch(lambda: start_by_uint8(url))
+    plane.switch(lambda _: start_by_uint8(url))
     store_again(plane, hashes)
     assert plane._start == start_by_uint8(url)
 
@@ -566,7 +608,7 @@ def test_a_switch_goes_on_until_a_data_plane_serves(
     """After a store that does not give the profile, a config that is refused, and a process that dies."""
     asked: list[None] = []
 
-    def make() -> Start:
+    def make(_: Run) -> Start:
         asked.append(None)
         if len(asked) == 1:
             raise StoreError("refused", "no profile for now")
@@ -588,7 +630,7 @@ def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
     monkeypatch.setattr(plane_module, "CLOSE_S", 0.1)  # the thread still waits for the store
     plane, asked, closed = open_plane(url, launcher), threading.Event(), threading.Event()
 
-    def make() -> Start:
+    def make(_: Run) -> Start:
         asked.set()
         assert closed.wait(WAIT_S)
         return start_by_uint8(url)

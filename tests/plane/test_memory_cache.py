@@ -57,7 +57,7 @@ def holds(held: Held, stored: Stored) -> bool:
 
 def make_cache(num_bytes: int) -> MemoryCache:
     num_bytes += 4096  # what allocations are rounded up by
-    return MemoryCache(Arena.create(BEFORE + num_bytes), num_bytes)
+    return MemoryCache(Arena.create(BEFORE + num_bytes).buffer(0, BEFORE + num_bytes), num_bytes)
 
 
 def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> None:
@@ -65,10 +65,10 @@ def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> N
     *first, last = one.units(0)
     assert first
     for unit in first:
-        cache.put(unit, unit.split(one.data(unit)))
+        cache.put(unit, one.data(unit))
     assert cache.find(one.hashes) == []
     assert not cache.has(one.reader, 0)
-    cache.put(last, last.split(one.data(last)))
+    cache.put(last, one.data(last))
     assert cache.find(one.hashes) == one.sources[:2]
     assert not cache.has(one.reader, 1)
     held = Held(cache, span_parts(one.sources))
@@ -127,7 +127,7 @@ def test_an_opened_span_is_filled_by_who_opened_it(stored: list[Stored]) -> None
     other.open(parts)
     assert other.places(first) is None
     for unit in (first, *rest):
-        cache.put(unit, unit.split(one.data(unit)))  # what another one has read: it is not taken
+        cache.put(unit, one.data(unit))  # what another one has read: it is not taken
         places = held.places(unit)
         assert places is not None
         for place, cell in zip(places, unit.split(one.data(unit)), strict=True):
@@ -171,7 +171,7 @@ def test_an_opened_span_of_which_nothing_comes_takes_no_room(stored: list[Stored
     assert cache.keeps(one.reader)
     held.let_go()
     assert not cache.keeps(one.reader)
-    assert not cache._used_bytes
+    assert not cache._room._taken
 
 
 def test_chunks_lie_where_gpus_take_them(stored: list[Stored]) -> None:

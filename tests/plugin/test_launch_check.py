@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
+from sgl_kvfetch.plane.access import check_access
 from sgl_kvfetch.plugin import hooks, launch_check, register as registration
 from sgl_kvfetch.plugin.hooks import gate_command_line, gate_launch
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
@@ -46,6 +47,13 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
         "dcp_size": 1,
     }
     return SimpleNamespace(**(defaults | flags))
+
+
+@pytest.fixture(autouse=True)
+def _access_is_checked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no process for each check."""
+    if "process" not in request.keywords:
+        monkeypatch.setattr(launch_check, "_check_access", check_access)
 
 
 def test_a_good_launch_passes() -> None:
@@ -113,6 +121,24 @@ def test_key_files_are_read_before_a_model_is_loaded(key: str, tmp_path: Path) -
             path.write_text(content)
         with pytest.raises(ConfigError, match=str(path)):
             check_launch(_args(STORE | ({group: {name: str(path)}} if group else {name: str(path)})))
+
+
+@pytest.mark.process
+def test_a_process_checks_the_access_to_the_store(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigError, match=f"^key file {path} cannot be read: No such file or directory$"):
+        check_launch(_args(STORE | {"key_file": str(path)}))
+    path.write_text("0" * 64)
+    path.chmod(0o644)
+    check_launch(_args(STORE | {"key_file": str(path)}))
+    assert f"all users of this machine may read the secret in {path}" in capfd.readouterr().err
+
+
+@pytest.mark.process
+def test_the_process_that_checks_access_imports_no_torch() -> None:
+    """Each launch waits for it."""
+    code = "import sys, sgl_kvfetch.plane.access; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 
 
 @pytest.mark.process

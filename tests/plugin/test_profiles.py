@@ -11,8 +11,7 @@ import pytest
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
-from sgl_kvfetch.plugin import identity
-from sgl_kvfetch.plugin.identity import Alone, engine_config, engine_profile, with_profile
+from sgl_kvfetch.plugin.identity import Alone, TakeProfile, engine_config, with_profile
 from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
 from sgl_kvfetch.protocol.messages import ProfileNeeds, TakenProfile, Watch
 from sgl_kvfetch.types import KVGeometry
@@ -38,13 +37,13 @@ class Group:
         return found
 
 
-def run_ranks(size: int) -> list[str]:
+def run_ranks(size: int, take: TakeProfile) -> list[str]:
     """Return the path that each rank takes, or its error."""
     shared, barrier = [None] * size, threading.Barrier(size)
 
     def run(rank: int) -> str:
         try:
-            found = with_profile(CONFIG, WATCH, "model", Group(rank, shared, barrier))
+            found = with_profile(CONFIG, WATCH, "model", Group(rank, shared, barrier), take)
             return found.profile or found.quantiser_name
         except ConfigError as e:
             return str(e)
@@ -53,15 +52,14 @@ def run_ranks(size: int) -> list[str]:
         return list(pool.map(run, range(size)))
 
 
-def test_all_ranks_take_what_the_first_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_take_what_the_first_has_chosen() -> None:
     asked: list[str | None] = []
 
     def take(_config: object, _watch: Watch, digest: str | None = None) -> TakenProfile:
         asked.append(digest)
         return TakenProfile(f"/copies/{digest or 'newest'}", digest or "newest", "")
 
-    monkeypatch.setattr(identity, "ask_store", take)
-    assert run_ranks(3) == ["/copies/newest"] * 3
+    assert run_ranks(3, take) == ["/copies/newest"] * 3
     assert asked == [None, "newest", "newest"]
 
 
@@ -74,9 +72,7 @@ def test_all_ranks_take_what_the_first_has_chosen(monkeypatch: pytest.MonkeyPatc
         (None, ("quantiser = 'klt' needs a profile", "rank ")),
     ],
 )
-def test_no_rank_goes_its_own_way(
-    monkeypatch: pytest.MonkeyPatch, fails: int, fault: KVFetchError | None, expected: tuple[str, str]
-) -> None:
+def test_no_rank_goes_its_own_way(fails: int, fault: KVFetchError | None, expected: tuple[str, str]) -> None:
     """Rank 0 asks for the newest, and the others for what it has chosen; the last one fails."""
     num_asked = 0
     lock = threading.Lock()
@@ -91,48 +87,44 @@ def test_no_rank_goes_its_own_way(
             raise fault
         return None
 
-    monkeypatch.setattr(identity, "ask_store", take)
-    (result,) = set(run_ranks(3))
+    (result,) = set(run_ranks(3, take))
     assert result.startswith(expected[fails > 0])
 
 
-def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_in_the_place_of_klt() -> None:
     def take(*_: object) -> None:
         raise StoreError("refused", "the store is down")
 
-    monkeypatch.setattr(identity, "ask_store", take)
     extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "audit_share": 1}
-    found = with_profile(parse_config(extra | {"quantiser": "klt", "token_file": "t"}), WATCH, "model", Alone())
+    found = with_profile(parse_config(extra | {"quantiser": "klt", "token_file": "t"}), WATCH, "model", Alone(), take)
     assert found == parse_config({"store": "http://s", "quantiser": "exact", "token_file": "t", "audit_share": 1})
     assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
 
 
-def test_auto_is_klt_with_a_profile_and_exact_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_klt_with_a_profile_and_exact_without() -> None:
     auto = parse_config({"store": "http://kv", "quantiser": "auto", "target_kl": 1e-3})
-    monkeypatch.setattr(identity, "ask_store", lambda *_: TakenProfile("/copy", "d", ""))
-    found = with_profile(auto, WATCH, "model", Alone())
+    found = with_profile(auto, WATCH, "model", Alone(), lambda *_: TakenProfile("/copy", "d", ""))
     assert found == parse_config({"store": "http://kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3})
-    monkeypatch.setattr(identity, "ask_store", lambda *_: None)
-    assert with_profile(auto, WATCH, "model", Alone()) == parse_config({"store": "http://kv", "quantiser": "exact"})
+    without = with_profile(auto, WATCH, "model", Alone(), lambda *_: None)
+    assert without == parse_config({"store": "http://kv", "quantiser": "exact"})
 
 
 def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
     why = "quantiser 'klt' does not support draft models: use 'exact' or 'uint8'"
     auto = CONFIG.model_copy(update={"quantiser": "auto"})
-    assert engine_config(auto, why, Mock()).quantiser_name == "exact"
+    assert engine_config(auto, why, Mock(), Mock()).quantiser_name == "exact"
     assert why in caplog.text
     with pytest.raises(UnsupportedError, match="does not support draft models"):
-        engine_config(CONFIG, why, Mock())
+        engine_config(CONFIG, why, Mock(), Mock())
 
 
-def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "ask_store", lambda *_: None)
+def test_without_a_profile_the_message_says_what_to_type() -> None:
     with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish http://kv, or set"):
-        with_profile(CONFIG, WATCH, "/llama", Alone())
+        with_profile(CONFIG, WATCH, "/llama", Alone(), lambda *_: None)
 
 
 def test_a_model_id_needs_a_file() -> None:
     with pytest.raises(ConfigError, match="stores keep profiles by the fingerprint of the weights, which model_id"):
-        engine_profile(CONFIG.model_copy(update={"model_id": "mine"}), Mock())
+        engine_config(CONFIG.model_copy(update={"model_id": "mine"}), "", Mock(), Mock())
     named = CONFIG.model_copy(update={"model_id": "mine", "profile": "p"})
-    assert engine_profile(named, Mock()) is named
+    assert engine_config(named, "", Mock(), Mock()) is named

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.protocol import messages as m
 from sgl_kvfetch.status import Audits
 from tests.segments import SMALL, make_heads
 
 NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
+_NEEDS = m.ProfileNeeds(SMALL, (0, 1), 0, 1, 2, 1e-3)
 COMMANDS: list[m.Command] = [
+    m.TakeProfile({"store": "http://kv"}, m.Watch("0" * 32, "/model", "model", _NEEDS), "d" * 32),
     m.Start({"store": "http://kv"}, NAMESPACE, 0, 2, 1, None, pool=(m.Place(0, 64, (2, 4), (4, 1)),)),
     m.Stage(1, b"h" * 64, is_idle=True, is_read_ahead=True, trailing={"swa": 4, "indexer": 0}),
     m.FetchPages(2, b"h" * 32, (7,), 1.5, is_last=True),
@@ -30,6 +32,7 @@ COMMANDS: list[m.Command] = [
     m.Close(),
 ]
 EVENTS: list[m.Event] = [
+    m.ProfileTaken(m.TakenProfile("/copy", "d" * 32, "the newest")),
     m.Ready(),
     m.Refused("ConfigError", "no such store"),
     m.Found(1, 2, 3, "", (1, 2), {"kv": 3, "swa": 2}),
@@ -42,6 +45,13 @@ EVENTS: list[m.Event] = [
     m.AuditsTold(Audits(model="m", quantiser="klt 1e-3", num_audits=3, typical=0.5, by_length={"to 1024": 0.5})),
     m.Pong(),
 ]
+
+
+def test_a_refusal_is_the_error_that_it_was_made_of() -> None:
+    for error in (ConfigError("no such key"), StoreError("refused", "the store is down"), KVFetchError("else")):
+        again = m.Refused.of(error).error
+        assert (type(again), str(again)) == (type(error), str(error))
+        assert getattr(again, "reason", None) == getattr(error, "reason", None)
 
 
 def test_every_message_type_is_covered() -> None:

@@ -20,6 +20,7 @@ from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.notes import PINS, Pin, decode_pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.upkeep import plan_sweep
+from tests.directory.conftest import rebuild
 
 pytestmark = pytest.mark.usefixtures("tiny_stores")
 
@@ -79,7 +80,7 @@ async def test_pins_survive_the_loss_of_the_catalog(tmp_path: Path) -> None:
         await put_pin(store, pin_of(CHAINS[0]))
         for name in ("0", "0" * 64):
             (tmp_path / ".pins" / name).write_bytes(b"not a pin")  # is skipped
-        await store.rebuild()
+        await rebuild(store)
         for segment in SEGMENTS[1:]:
             await put_segment(store, segment)
         assert parts(await store.lookup(FOLDER, CHAINS[0])) == [(0, 16)]

@@ -39,6 +39,7 @@ from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
+from tests.directory.conftest import rebuild
 from tests.segments import names
 
 pytestmark = pytest.mark.process
@@ -188,7 +189,7 @@ async def test_pinned_segments_expire_too(tmp_path: Path, later: Later) -> None:
 async def test_a_catalog_that_is_made_anew_knows_the_expiry(tmp_path: Path, later: Later) -> None:
     store = LocalStore(tmp_path)
     await put_segment(store, expiring(LEFT, time.time() + TTL_S))
-    await store.rebuild()
+    await rebuild(store)
     assert await found(store) == [(0, 4)]
     later(2 * TTL_S)
     assert await found(store) == []

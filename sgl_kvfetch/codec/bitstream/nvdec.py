@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -178,16 +177,6 @@ class Nvdec:
         finally:
             with self._lock:
                 (self._idle[size] if is_sound else self._broken).append(decoder)
-
-    def drop_decoders(self) -> None:
-        """Destroy all decoders that no session uses. Call this only while nothing is served."""
-        with self._lock:
-            dropped = [*self._broken, *chain.from_iterable(self._idle.values())]
-            self._idle.clear()
-            self._broken.clear()
-        for decoder in dropped:
-            decoder.handle = None
-            self._release_surfaces(decoder.num_bytes)
 
     def _create_decoder(self, size: PictureSize) -> _Decoder:
         """Make a decoder, after dropping broken ones if there is no room. Raises _NoDecoderError if there is none."""

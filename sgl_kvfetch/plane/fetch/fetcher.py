@@ -219,9 +219,9 @@ class _RunningFetch:
     """Tracks which parts of a fetch are restored. A page counts only if it and all pages before it are whole."""
 
     def __init__(
-        self, sources: Sequence[PageSource], destination: Destination, held: Held | None, request: timeline.Request
+        self, sources: Sequence[PageSource], destination: Destination, held: Held, request: timeline.Request
     ) -> None:
-        """``held``: the spans whose bytes are in memory; None without `memory_cache`. ``request``: for the timeline."""
+        """``held``: the spans whose bytes are in memory. ``request``: for the timeline."""
         self.parts = span_parts(sources)  # in the order of their first pages; several may hold a page, each some heads
         self.destination = destination
         self.held = held
@@ -239,7 +239,7 @@ class _RunningFetch:
 
     def has(self, part: SpanPart) -> bool:
         """Return whether all bytes of a span are in memory."""
-        return self.held is not None and self.held.has(part.reader, part.span)
+        return self.held.has(part.reader, part.span)
 
     def is_wanted(self, part: int) -> bool:
         return part < self._end
@@ -307,7 +307,7 @@ class Fetcher:
         is read may be; by default it is all read. ``link`` hears what the store receives; without it, only whole
         transfers count. ``memory`` keeps what is read."""
         self._store = store
-        self._memory = memory
+        self._memory = memory or MemoryCache()
         self.pool = pool
         self._read_size = read_size
         # Two halves, so that bytes that wait for their fetch cannot block another one.
@@ -319,7 +319,7 @@ class Fetcher:
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[_RunningFetch] = set()
-        self._ahead: AheadReader | None = None  # once something is to be read ahead
+        self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[UnitKey, tuple[ReadUnit, memoryview]] = OrderedDict()
@@ -342,17 +342,12 @@ class Fetcher:
     def drop_unused(self) -> None:
         """Drop all bytes that running fetches do not use."""
         self._begun.clear()
-        self._drop_ahead()
-        if self._memory is not None:
-            self._memory.clear()
+        self._ahead.drop_units()
+        self._memory.clear()
 
-    def _drop_ahead(self, data_name: str | None = None) -> None:
-        if self._ahead is not None:
-            self._ahead.drop_units(data_name)
-
-    def hold(self, sources: Sequence[PageSource]) -> Held | None:
-        """Keep what is in memory of these pages until it is let go. Return None without `memory_cache`."""
-        return None if self._memory is None else Held(self._memory, span_parts(sources))
+    def hold(self, sources: Sequence[PageSource]) -> Held:
+        """Keep what is in memory of these pages until it is let go."""
+        return Held(self._memory, span_parts(sources))
 
     def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
         """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
@@ -361,7 +356,7 @@ class Fetcher:
     def cost(self, sources: Sequence[PageSource]) -> Cost:
         """Estimate how long it takes to fetch these pages, if nothing else is fetched."""
         parts = span_parts(sources)
-        missing = [part for part in parts if self._memory is None or not self._memory.has(part.reader, part.span)]
+        missing = [part for part in parts if not self._memory.has(part.reader, part.span)]
         goodput_bps = self.link.goodput_bps  # an old one, too: a fetch or a probe corrects it
         seconds = self.tolerance.seconds
         transmit_s = None if goodput_bps is None else seconds(missing, goodput_bps / 8)
@@ -372,8 +367,6 @@ class Fetcher:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
         seconds."""
         due_s = time.monotonic() + self.tolerance.within_s
-        if self._ahead is None:
-            self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
         self._ahead.begin(partial(self._units_ahead, span_parts(sources), due_s), expire_s)
 
     async def probe(self, sources: Sequence[PageSource]) -> None:
@@ -390,7 +383,7 @@ class Fetcher:
         for part in parts:
             if not is_taken(part.key):
                 for unit in self._units(part, due_s, unasked):
-                    if unit.key not in self._begun and not self._is_in_memory(unit.reader, part.span):
+                    if unit.key not in self._begun and not self._memory.has(unit.reader, part.span):
                         yield unit
             unasked -= part.reader.cells_per_span
 
@@ -415,8 +408,8 @@ class Fetcher:
         sooner. ``held``: what the caller holds of these pages, and has opened for them.
         """
         own = None
-        if held is None and (own := self.hold(sources)) is not None:
-            held = own
+        if held is None:
+            held = own = self.hold(sources)
             self.open(own, span_parts(sources))
         fetch = _RunningFetch(sources, destination, held, request)
         self._running.add(fetch)
@@ -435,7 +428,7 @@ class Fetcher:
                 own.let_go()
             if fetch.is_late or timed_out:  # the rest is computed: leave the link to others
                 for name in {part.reader.data_name for part in fetch.parts}:
-                    self._drop_ahead(name)
+                    self._ahead.drop_units(name)
         return FetchResult(fetch.num_pages, tuple(fetch.failures), fetch.is_late)
 
     async def _run(
@@ -457,9 +450,8 @@ class Fetcher:
                     for unit in self._units(part, due_s, self._num_unasked, fetch.destination.takes):
                         if not fetch.is_wanted(index):
                             break
-                        if self._ahead is not None:
-                            self._ahead.leave_out(unit)
-                        is_here = fetch.held is not None and fetch.held.has_unit(unit)
+                        self._ahead.leave_out(unit)
+                        is_here = fetch.held.has_unit(unit)
                         if not is_here:
                             await self._fetch_budget.acquire(unit.size_bytes)
                         fetch.num_unasked -= len(unit.cells)
@@ -602,33 +594,28 @@ class Fetcher:
             if begun is not None and begun.has_cells_of(reader) and takes(begun):
                 reader = begun
             else:
-                left_s, is_here = due_s - time.monotonic(), partial(self._is_in_memory, span=part.span)
+                left_s, is_here = due_s - time.monotonic(), partial(self._memory.has, span=part.span)
                 reader = self._chooser.choose(part, left_s, num_unasked, takes, is_here)
         return read_units(reader, part.span, self._read_size)
 
     def _begun_reader(self, part: SpanPart) -> SegmentReader | None:
         """Return the reader with which some of a span is read ahead, or was read by a fetch before."""
-        found = None if self._ahead is None else self._ahead.find_reader(part.key)
-        if found is not None:
-            return found
-        return next((unit.reader for unit, _ in self._begun.values() if unit.span_key == part.key), None)
-
-    def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
-        return self._memory is not None and self._memory.has(reader, span)
+        begun = (unit.reader for unit, _ in self._begun.values() if unit.span_key == part.key)
+        return self._ahead.find_reader(part.key) or next(begun, None)
 
     async def _chunks_of(self, unit: ReadUnit, part: SpanPart, fetch: _RunningFetch) -> Sequence[CellChunks]:
         """Return the chunks of a unit's cells: from memory if something has read them, or else from the store."""
         held, (_, data) = fetch.held, self._begun.get(unit.key, (None, None))
-        if held is not None and (chunks := held.chunks(unit)) is not None:
+        if (chunks := held.chunks(unit)) is not None:
             return chunks
         is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
-        if data is None and self._ahead is not None and (task := self._ahead.take_read(unit)) is not None:
+        if data is None and (task := self._ahead.take_read(unit)) is not None:
             try:
                 data = await task
             finally:
                 self._ahead_budget.release(unit.size_bytes)
         if data is None:
-            if held is not None and (places := held.places(unit)) is not None:
+            if (places := held.places(unit)) is not None:
                 await self._transmit(unit, fetch.request, unit.by_object(places))
                 held.received(unit)
                 return places
@@ -639,7 +626,7 @@ class Fetcher:
                     return places
             data = await self._read_whole(unit, fetch.request)
         chunks = unit.split(data)
-        if held is not None and (kept := held.put(unit, chunks)) is not chunks:
+        if (kept := held.put(unit, chunks)) is not chunks:
             return kept
         if is_used_again:
             self._keep_begun(unit, data)
@@ -659,8 +646,7 @@ class Fetcher:
         """Drop the bytes of a data object that are kept for later: they have been found wrong."""
         for key in [key for key in self._begun if key[0] == data_name]:
             del self._begun[key]
-        if self._memory is not None:
-            self._memory.drop(data_name)
+        self._memory.drop(data_name)
 
     def report_damage(self, reader: SegmentReader) -> None:
         """Have the store check a segment, in the background: what is damaged there is deleted, so that it is written
@@ -673,7 +659,7 @@ class Fetcher:
         try:
             if await self._store.report_damage(name):
                 logger.warning("the store has deleted the damaged segment %s", name)
-                self._drop_ahead(data_name)
+                self._ahead.drop_units(data_name)
                 self.drop_kept(data_name)  # of what came since the damage was found
         except StoreError as e:
             logger.debug("cannot report the damaged segment %s: %s", name, e)
@@ -689,8 +675,7 @@ class Fetcher:
             begin, end = end, end + last - first
             into.append([data[begin:end]])
         await self._transmit(unit, request, into)
-        if self._memory is not None:
-            self._memory.put(unit, unit.split(data))
+        self._memory.put(unit, data)
         return data
 
     async def _transmit(self, unit: ReadUnit, request: timeline.Request, into: Sequence[list[memoryview]]) -> None:

@@ -224,7 +224,7 @@ class PageFinder:
         """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
         each lookup. ``engine_codecs``: as for `Tolerance.reader`. Segments that are coarser than ``tolerance``
         allows are not used. The store is not asked for what is in ``memory``."""
-        self._memory = memory
+        self._memory = memory or MemoryCache()
         self._on_answer = on_answer
         self._store = store
         self._heads = heads
@@ -253,7 +253,7 @@ class PageFinder:
         if self._is_off:
             note(Reason.AUDITED)
             return []
-        known = [] if self._memory is None else self._in_place(self._memory.find(hashes), position)
+        known = self._in_place(self._memory.find(hashes), position)
         if len(known) < len(hashes):
             rest = known[-1].position + 1 if known else position
             try:
@@ -449,8 +449,8 @@ class PageFinder:
         return free
 
     def _held_bytes(self) -> int:
-        keeps = (lambda reader: False) if self._memory is None else self._memory.keeps
-        return sum(len(name[1]) + _READER_BYTES for name, reader in self._readers.items() if not keeps(reader))
+        counted = (name for name, reader in self._readers.items() if not self._memory.keeps(reader))
+        return sum(len(name[1]) + _READER_BYTES for name in counted)
 
     def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
         for page_hash, source in zip(hashes, sources, strict=False):

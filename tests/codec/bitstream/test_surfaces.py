@@ -21,7 +21,7 @@ from sgl_kvfetch.codec.bitstream.hevc import HevcCodec, join_access_units, split
 from sgl_kvfetch.codec.bitstream.nvdec import MAX_SURFACE_BYTES, NUM_SURFACES, Nvdec, surface_bytes
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger
-from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, make_nvdec
+from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, drop_decoders, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
 HEVC = HevcCodec()
@@ -146,7 +146,7 @@ def test_the_bound_holds(nvc: CountingNvc, coded: dict[tuple[int, int], bytes], 
     assert limit_bytes // 2 < nvc.most_bytes <= limit_bytes
     assert any(there)
     assert engines.held_surface_bytes == nvc.live_bytes
-    engines.drop_decoders()
+    drop_decoders(engines)
     assert engines.held_surface_bytes == nvc.live_bytes == 0
     assert all(is_on_nvdec(decoder, coded[SIZES[0]]) for decoder in decoders)
 
@@ -182,7 +182,7 @@ def test_without_room_the_cpu_decodes(
     # An idle decoder of another size is not destroyed for this.
     assert not is_on_nvdec(a, coded[SIZES[1]], SIZES[1])
     assert is_on_nvdec(a, coded[SIZES[0]])
-    engines.drop_decoders()
+    drop_decoders(engines)
     assert is_on_nvdec(a, coded[SIZES[1]], SIZES[1])
 
 

@@ -22,7 +22,6 @@ from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_un
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.protocol.arena import Arena
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.plane.fetch.conftest import (
     NUM_PAGES,
@@ -185,7 +184,7 @@ async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
     """What is read ahead may come after the damage was found, and before the store has deleted the segment."""
     store.flip_from, store.is_damaged, store.answers = 0, True, asyncio.Event()
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
-    memory = MemoryCache(Arena.create(1 << 20), 1 << 20)
+    memory = MemoryCache(bytearray(1 << 20), 1 << 20)
     with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
         fetcher = Fetcher(
             store, decoders, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, memory=memory

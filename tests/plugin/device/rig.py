@@ -279,7 +279,7 @@ class Rig:
         """Go over to another quantiser."""
         service.__dict__["config_quantiser"] = config_quantiser
         start = start_by_uint8(self.parts.plane)
-        self.parts.plane.switch(lambda: start)
+        self.parts.plane.switch(lambda _: start)
 
     def await_switch(self) -> None:
         """Wait until a data plane serves by the other quantiser."""

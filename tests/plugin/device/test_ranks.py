@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.engine.process import Run
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
@@ -98,7 +99,7 @@ def _switch(rig: Rig, rank: int, agree: Callable[[torch.Tensor], None], history:
     service.__dict__["config_quantiser"] = config_quantiser
     start = start_by_uint8(plane)
 
-    def follow(digest: str) -> Start:
+    def follow(digest: str, launched: Run) -> Start:
         nonlocal is_late
         if is_late:
             is_late = False

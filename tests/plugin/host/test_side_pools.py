@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.engine import data_plane as plane_module
+from sgl_kvfetch.engine import process
 from sgl_kvfetch.errors import StoreError, UnsupportedError
 from sgl_kvfetch.plane.write import writer as writer_module
 from sgl_kvfetch.plugin.host.side_pools import SidePools
@@ -289,7 +289,7 @@ def test_a_segment_gets_no_more_pages_than_readers_accept(
 
 
 def test_pages_larger_than_the_shared_memory_take_more_of_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane_module, "SHARED_BYTES", 1 << 10)
+    monkeypatch.setattr(process, "SHARED_BYTES", 1 << 10)
     pool = make_side_pool()
     backend = make(sides={SWA: pool})
     expected = [page_of(pool, page) for page in range(8)]

@@ -18,7 +18,7 @@ from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
-from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
+from tests.codec.bitstream.fake_nvdec import FakeNvc, drop_decoders, make_caps, make_nvdec
 from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.planes import Served
@@ -83,7 +83,7 @@ def test_nvdec_decodes_and_the_cpu_restores(
     num_packets = len(nvc.packets)
     nvc.fails = "create"  # from here on the CPU decodes
     for session in sessions:
-        session[codec]._nvdec.drop_decoders()
+        drop_decoders(session[codec]._nvdec)
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert len(nvc.packets) == num_packets
     assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, there)) for tensor in TENSORS)
