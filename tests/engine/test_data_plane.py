@@ -519,7 +519,7 @@ def test_a_start_has_more_time_while_it_does_something(
     asked: list[None] = []
     monkeypatch.setattr(peer, "is_busy", lambda: asked.append(None) or is_busy)  # type: ignore[func-returns-value]
     with pytest.raises(EndedError, match="did not start"):
-        peer.run.await_ready(threading.Event())
+        peer.run.start(start_of("http://nowhere"), threading.Event())
     peer.run.end()
     assert len(asked) == num_ticks
 
