@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from harness.models import FAMILIES, IMAGE_TEXT, OTHER_FAMILIES, OTHER_IMAGE_TEXT
 from sgl_kvfetch.codec.calibrate.layers import WINDOWS_APART
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.device.pages import open_pools
+from sgl_kvfetch.plugin.device.pools import open_pools
 from sgl_kvfetch.plugin.host.storage import _require_supported
 from tests.codec.calibrate import test_addend, test_layers
 from tests.e2e import families

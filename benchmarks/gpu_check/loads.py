@@ -36,7 +36,7 @@ from sgl_kvfetch.types import TENSORS
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
     from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
-    from sgl_kvfetch.plugin.device.pages import SideBuffers
+    from sgl_kvfetch.plugin.device.pools import SideBuffers
 
 NUM_TOKENS = 32768
 MiB = 1 << 20
@@ -70,7 +70,7 @@ class SideSizes:
 
     def windows(self, device: torch.device) -> SideBuffers:
         """Return buffers with room for twice the window."""
-        from sgl_kvfetch.plugin.device.pages import SideBuffers
+        from sgl_kvfetch.plugin.device.pools import SideBuffers
 
         shape = 2 * self.window_tokens, self.heads, self.dim
         buffers = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2 * self.window_layers)]
@@ -78,7 +78,7 @@ class SideSizes:
 
     def states(self, device: torch.device) -> SideBuffers:
         """Return buffers of four states of linear attention, and of the convolutions before it."""
-        from sgl_kvfetch.plugin.device.pages import SideBuffers
+        from sgl_kvfetch.plugin.device.pools import SideBuffers
 
         parts = (self.state_values, torch.float32), (self.state_values // 16, torch.bfloat16)
         buffers = [
@@ -90,7 +90,7 @@ class SideSizes:
 
     def keys(self, device: torch.device) -> SideBuffers:
         """Return buffers with as many rows as there are pages, with room for twice the window."""
-        from sgl_kvfetch.plugin.device.pages import SideBuffers
+        from sgl_kvfetch.plugin.device.pools import SideBuffers
 
         shape = 2 * self.window_tokens // PAGE_TOKENS, PAGE_TOKENS * self.key_bytes
         buffers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(self.key_layers)]
@@ -168,7 +168,7 @@ def measure_sides(record: Record, device: Device, forward: Stream, sizes: SideSi
     the bytes."""
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
     from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
-    from sgl_kvfetch.plugin.device.pages import EnginePools, Load, SideSlots
+    from sgl_kvfetch.plugin.device.pools import EnginePools, Load, SideSlots
 
     there = device.torch_device
     pool = make_pool(Model(layers=1), 2 * PAGE_TOKENS, str(there))
@@ -337,7 +337,7 @@ def check_order(record: Record, model: Model, num_tokens: int, device: Device, f
 @contextmanager
 def opened(pages: CudaPages, scratch_bytes: int) -> Iterator[GpuLoader]:
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
-    from sgl_kvfetch.plugin.device.pages import EnginePools
+    from sgl_kvfetch.plugin.device.pools import EnginePools
 
     loader = GpuLoader(pages, EnginePools(None, range(pages.geometry.num_layers)), scratch_bytes)
     try:
@@ -363,7 +363,7 @@ class Prompt:
     def load(self, loader: GpuLoader, staged: StagedValues) -> tuple[float, float]:
         """Load a prompt into a pool of zeros, and wait. Return the seconds in all, and those until all was launched:
         SGLang's scheduler waits for that before a layer. Raises RuntimeError if it failed."""
-        from sgl_kvfetch.plugin.device.pages import Load
+        from sgl_kvfetch.plugin.device.pools import Load
 
         device = self._pages.device
         for layer in range(self._pages.geometry.num_layers):

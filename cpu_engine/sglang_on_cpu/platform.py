@@ -192,7 +192,7 @@ def copy_by_indexing(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[s
 
 def _buffers(pool: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
     """Return the device's buffers, one a layer, and the host's pages, of K and V or of MLA's latent vectors."""
-    from sgl_kvfetch.plugin.host.pages import is_mla, pages_view  # not while SGLang looks for its platform
+    from sgl_kvfetch.plugin.host.pool import is_mla, pages_view  # not while SGLang looks for its platform
 
     if is_mla(pool):
         found = [(pool.device_kv_buffers, pool.kv_buffer)]

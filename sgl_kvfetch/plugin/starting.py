@@ -20,8 +20,8 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
-from sgl_kvfetch.plugin.device.pages import SlotPages
-from sgl_kvfetch.plugin.host.pages import HostPages
+from sgl_kvfetch.plugin.device.pools import SlotPages
+from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.plugin.identity import (
     compile_hash_function,
     draft_model,

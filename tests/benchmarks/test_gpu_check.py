@@ -286,7 +286,7 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
 
 def test_side_pages_are_loaded_and_read(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_pool.install_if_missing()
-    from sgl_kvfetch.plugin.device.pages import SideBuffers
+    from sgl_kvfetch.plugin.device.pools import SideBuffers
 
     monkeypatch.setattr(loads, "SCRATCH_MIB", (1,))
     window = {"window_layers": 2, "window_tokens": 2 * loads.PAGE_TOKENS, "heads": 1, "dim": 16}

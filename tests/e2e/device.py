@@ -79,7 +79,7 @@ import importlib.util, sys
 
 class PatchedPages:
     def find_spec(self, name, path=None, target=None):
-        if name != "sgl_kvfetch.plugin.device.pages":
+        if name != "sgl_kvfetch.plugin.device.pools":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -50,7 +50,7 @@ from sgl_kvfetch.codec.cuda_streams import Event
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory, copy
 from sgl_kvfetch.plugin.device.gpu_restores import Addresses, restores_of
-from sgl_kvfetch.plugin.device.pages import EnginePools, Load, Loader, SideBuffers, SidePart
+from sgl_kvfetch.plugin.device.pools import EnginePools, Load, Loader, SideBuffers, SidePart
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import CODE_ALIGNMENT, StagedValues
 from sgl_kvfetch.protocol.arena import StagedCode

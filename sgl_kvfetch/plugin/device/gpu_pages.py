@@ -32,7 +32,7 @@ from sgl_kvfetch.codec.quant.klt import exact_bytes, scales_of
 from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import LimitedLogger, brief
-from sgl_kvfetch.plugin.device.pages import PageRun, ReadSidePage, SideBuffers, SlotPages
+from sgl_kvfetch.plugin.device.pools import PageRun, ReadSidePage, SideBuffers, SlotPages
 from sgl_kvfetch.protocol import consecutive_runs
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInput

@@ -21,7 +21,8 @@ from sgl_kvfetch.engine import DataPlane
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.offloads import Offloads
-from sgl_kvfetch.plugin.device.pages import (
+from sgl_kvfetch.plugin.device.parking import Board, Prefixes
+from sgl_kvfetch.plugin.device.pools import (
     DevicePages,
     EnginePools,
     Load,
@@ -32,9 +33,8 @@ from sgl_kvfetch.plugin.device.pages import (
     open_gpu,
     open_pools,
 )
-from sgl_kvfetch.plugin.device.parking import Board, Prefixes
 from sgl_kvfetch.plugin.hooks import try_to_connect
-from sgl_kvfetch.plugin.host.pages import is_mla
+from sgl_kvfetch.plugin.host.pool import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.register import BACKEND

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sgl_kvfetch.engine import DataPlane
 from sgl_kvfetch.engine.process import Quantising
 from sgl_kvfetch.keys import hash_bytes
-from sgl_kvfetch.plugin.device.pages import EnginePools, GuardedSource, ReadSidePage, SlotPages
+from sgl_kvfetch.plugin.device.pools import EnginePools, GuardedSource, ReadSidePage, SlotPages
 from sgl_kvfetch.plugin.device.waiting_queue import spare_tokens
 from sgl_kvfetch.plugin.weight_updates import Access
 from sgl_kvfetch.processes import use_one_thread

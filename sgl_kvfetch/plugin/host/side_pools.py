@@ -1,10 +1,10 @@
 """SGLang's side pools: what models keep beside their KV, such as sliding windows or Mamba states.
 
-SGLang's pools in host memory have an interface for their pages. `device.pages.SideBuffers` has those of the device. A
+SGLang's pools in host memory have an interface for their pages. `device.pools.SideBuffers` has those of the device. A
 page has the same bytes in both, so servers in both modes share them.
 
 SGLang says which pages of its side pools belong to a run. It does not for layers that it has packed into the pool of K
-and V (`pages.PackedLayers`): here they are a side pool whose pages lie where those of K and V do. Each page of a run
+and V (`pool.PackedLayers`): here they are a side pool whose pages lie where those of K and V do. Each page of a run
 needs its own.
 """
 

@@ -48,7 +48,7 @@ from sgl_kvfetch.keys import hash_bytes, label_of_request
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import counted
 from sgl_kvfetch.plugin import status
-from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
+from sgl_kvfetch.plugin.host.pool import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools, trailing_pages
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.starting import open_engine_plane

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
-from sgl_kvfetch.plugin.device.pages import SlotPages
+from sgl_kvfetch.plugin.device.pools import SlotPages
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device.fake_streams import FakeDevice

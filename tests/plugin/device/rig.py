@@ -39,7 +39,7 @@ from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
-from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, SlotPages
+from sgl_kvfetch.plugin.device.pools import DevicePages, EnginePools, SlotPages
 from sgl_kvfetch.protocol.messages import Stage
 from sgl_kvfetch.protocol.quantiser import config_quantiser
 from sgl_kvfetch.stores.base import WrappedStore

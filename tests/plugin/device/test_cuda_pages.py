@@ -15,7 +15,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker, pages as pages_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
-from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools
+from sgl_kvfetch.plugin.device.pools import DevicePages, EnginePools
 from sgl_kvfetch.protocol import quantiser as quantiser_module
 from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.protocol.messages import Start

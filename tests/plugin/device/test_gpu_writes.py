@@ -11,7 +11,7 @@ from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.plugin.device import gpu_pages
-from sgl_kvfetch.plugin.device.pages import GuardedSource
+from sgl_kvfetch.plugin.device.pools import GuardedSource
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device import rig as rig_module

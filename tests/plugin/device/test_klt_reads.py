@@ -26,7 +26,7 @@ from sgl_kvfetch.engine.process import Quantising, Run, Setup
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, Others, others_in
-from sgl_kvfetch.plugin.device.pages import GuardedSource, PageRun
+from sgl_kvfetch.plugin.device.pools import GuardedSource, PageRun
 from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.triton_kernels import quantise_klt
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells

@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import label_of_request
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device import parking
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.pools import DevicePages
 from sgl_kvfetch.protocol import messages
 from sgl_kvfetch.reasons import Reason
 from tests.plugin.device.conftest import MakeRig

@@ -34,8 +34,8 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import store
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
-from sgl_kvfetch.plugin.device.pages import EnginePools, Load, SideBuffers, SideSlots, open_pools
-from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
+from sgl_kvfetch.plugin.device.pools import EnginePools, Load, SideBuffers, SideSlots, open_pools
+from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
 from sgl_kvfetch.protocol.arena import StagedValues
 from sgl_kvfetch.types import TENSORS

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
 
 from harness.waiting import wait_until
 from sgl_kvfetch.plugin import identity, starting
-from sgl_kvfetch.plugin.host.pages import HostPages
+from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.types import TENSORS

@@ -23,7 +23,7 @@ from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import label_of_request
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
-from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
+from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.reasons import Reason

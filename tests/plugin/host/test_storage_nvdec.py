@@ -15,7 +15,7 @@ from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.plane import service, store
 from sgl_kvfetch.plane.fetch.pool import DecodePool
-from sgl_kvfetch.plugin.host.pages import HostPages
+from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
 from tests.codec.bitstream.fake_nvdec import FakeNvc, drop_decoders, make_caps, make_nvdec
