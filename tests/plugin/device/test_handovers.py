@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import pytest
 
-import sgl_kvfetch
 from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
 from sgl_kvfetch.protocol import quantiser
+from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.gpu_models import LAYERS, make_quantiser, use_small_model
 from tests.plugin.device.rig import prompt
+from tests.plugin.paths import modules_run, require_drawn
 from tests.test_threads import assert_threads
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
@@ -32,7 +32,6 @@ EIGHT = [
     "kvfetch-load -> event loop: Unstage",
 ]
 THREADS = "copy", "data", "decode", "encode", "load", "segment"
-MOST_MODULES = 37
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,41 +50,40 @@ def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monke
         rig.cache.release_host_resources()
 
 
-@contextmanager
-def modules_run() -> Iterator[set[str]]:
-    """Collect the package's modules in which a function runs, on this thread and those that start meanwhile."""
-    package = str(Path(sgl_kvfetch.__file__).parent)
-    seen: set[str] = set()
+@pytest.mark.parametrize("kind", ["exact", "klt"])
+def test_the_path_of_a_page_to_a_gpu(kind: str, make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading how pages come means reading these modules. References stand for kernels."""
+    use_small_model(monkeypatch)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    model: dict[str, Any] = {"codec": "ans", "num_layers": LAYERS, "max_tp_size": 1}
+    if kind == "klt":
+        model["quantiser"] = make_quantiser()
+    with StoreProcess(tmp_path / "store") as store, modules_run() as seen:
+        writer = make(store=store.url, **model)
+        for number in range(2):
+            writer.stored(prompt(number))
+        rig = make(store=store.url, gpu=FakeDevice(), mode="read_only", **model)
+        monkeypatch.setattr(rig, "_compute", lambda *args: None)  # SGLang's part
+        monkeypatch.setattr(rig.linker, "batch_ended", lambda *args: None)
+        for number in range(2):  # the first load makes what all have
+            rig.hear_plane()
+            rig.served.wait_until_idle()
+            seen.clear()
+            assert rig.admit(rig.arrive_staged(prompt(number))) == [32]
+        modules = set(seen)
+        rig.cache.release_host_resources()
+    require_drawn(f"to a GPU, `{kind}`", modules)
 
-    def watch(frame: FrameType, event: str, _: object) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and path.startswith(package):
-            seen.add(path.removeprefix(package))
 
-    threading.setprofile(watch)
-    sys.setprofile(watch)
-    try:
-        yield seen
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-
-def test_a_fetch_runs_through_few_modules(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading how a fetch works means reading these modules."""
+def test_the_path_of_a_page_to_the_store(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
     with StoreProcess(tmp_path / "store") as store, modules_run() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
-        tokens = rig.stored(prompt(0))
-        rig.hear_plane()
-        rig.served.wait_until_idle()
-        seen.clear()
-        monkeypatch.setattr(rig, "_compute", lambda *args: None)  # SGLang's part, after which pages are written
-        monkeypatch.setattr(rig.linker, "batch_ended", lambda *args: None)
-        request = rig.arrive_staged(tokens)
-        assert rig.admit(request) == [32]
-        # What was computed is written meanwhile. On a busy machine, a read may be silent for long, and the store's
-        # opener counts that.
-        modules = sorted(module for module in seen if not module.startswith(("/plane/write/", "/plane/store.py")))
+        for number in range(2):
+            rig.served.wait_until_idle()
+            seen.clear()
+            rig.compute(prompt(number))
+            rig.write_all()
+        modules = set(seen)
         rig.cache.release_host_resources()
-    assert len(modules) <= MOST_MODULES, "\n".join(modules)
+    require_drawn("to the store", modules)
