@@ -38,7 +38,7 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, ReadPages, Run, Setup
+from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, ReadPages, Setup
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.store import WHOLE_SPANS
@@ -109,7 +109,7 @@ def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         staging_bytes = len(hashes) * heads.geometry.page_bytes
         cache_bytes = config["memory_cache"]
         setup = Setup(launch, heads.geometry, staging_bytes=staging_bytes, cache_bytes=cache_bytes)
-        plane = DataPlane(command, Run(setup))
+        plane = DataPlane(command, Peer(setup))
         try:
             few = {t: torch.randn(16, _PAGE_SIZE, grid.num_layers, grid.num_heads, _HEAD_DIM) for t in TENSORS}
             few = {t: x.to(torch.bfloat16) for t, x in few.items()}

@@ -34,7 +34,7 @@ from benchmarks.report import write_json
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, Run, Setup
+from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.protocol.arena import Line
 from sgl_kvfetch.protocol.messages import Start
@@ -76,7 +76,7 @@ def measure(kind: str, codec: str, num_tokens: int, num_rounds: int, layers: int
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, StoreProcess(Path(folder) / "store") as store:
         settings = {"store": store.url, "codec": codec, "fetch_timeout_s": _TIMEOUT_S}
-        plane = DataPlane(Start(settings, namespace, 0, _HEADS, 0, None), Run(Setup(launch, heads.geometry)))
+        plane = DataPlane(Start(settings, namespace, 0, _HEADS, 0, None), Peer(Setup(launch, heads.geometry)))
         raw_gb = num_tokens // _PAGE_SIZE * heads.geometry.page_bytes / 1e9
         rounds = []
         try:

@@ -25,7 +25,7 @@ from harness.engine import free_port
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, Run, Setup
+from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
 from sgl_kvfetch.protocol.arena import SharedPool
 from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage, Start
 from tests.segments import SMALL, make_heads, make_values, page_hashes
@@ -44,7 +44,7 @@ def open_plane(url: str) -> DataPlane:
     settings = {"store": url, "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60, "recompute": "never"}
     settings["audit_share"] = 0  # which hits they cut is drawn
     start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
-    return DataPlane(start, Run(Setup(DataPlaneProcess, SMALL, pool_files=POOL.files)))
+    return DataPlane(start, Peer(Setup(DataPlaneProcess, SMALL, pool_files=POOL.files)))
 
 
 def look_up(plane: DataPlane, hashes: list[bytes]) -> Found:

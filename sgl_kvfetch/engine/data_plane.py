@@ -24,10 +24,10 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.engine.process import (
     CLOSE_S,
     Awaited,
+    Peer,
     Quantising,
     ReadPages,
     ReadSide,
-    Run,
 )
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.log import LimitedLogger
@@ -70,7 +70,7 @@ class Fetch:
             self.over.result(_END_S)
         except TimeoutError:
             logger.warning("kvfetch: the data plane does not end a fetch, and is ended itself")
-            self.over.run.running.kill()
+            self.over.peer.running.kill()
             self.over.result()
 
 
@@ -92,7 +92,7 @@ class SideFetch:
                 self._asked = self._ask(first)
             if (fetched := wait(self._asked)) is None:
                 return
-            sides = self._asked.run.side_pages(fetched)
+            sides = self._asked.peer.side_pages(fetched)
             yield {first + page: content for (_, page), content in sides.items()}
 
     def end(self) -> None:
@@ -103,7 +103,7 @@ class SideFetch:
 class DataPlane:
     """One rank's data plane: one process at a time serves. Call ``close`` at the end."""
 
-    def __init__(self, start: m.Start, launched: Run) -> None:
+    def __init__(self, start: m.Start, launched: Peer) -> None:
         """Start the first data plane, which was launched, and wait until it serves. Raises KVFetchError if that refuses
         the config or fails."""
         self._setup = launched.setup
@@ -111,7 +111,7 @@ class DataPlane:
         # What the next data plane is started with: that of the first one, until a switch.
         self._start = start
         # Returns what it is started with instead, after a switch and until that has succeeded.
-        self._make: Callable[[Run], m.Start] | None = None
+        self._make: Callable[[Peer], m.Start] | None = None
         # What the present data plane was told last of each kind, and those that follow it are told, too.
         self._told: dict[type, m.ShowPrompts | m.PauseCalibration] = {}
         self._closing = threading.Event()
@@ -123,19 +123,19 @@ class DataPlane:
         # The data plane that gets all new work. It may have ended, while the next one is being started. The watching
         # thread replaces it, with the lock held, so that no switch passes it by.
         self._replacing = threading.Lock()
-        self._run = self._begin(launched)
+        self._peer = self._begin(launched)
         self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
         self._thread.start()
 
     @property
     def memory(self) -> torch.Tensor:
         """The shared memory in which prompts are staged, uint8, and behind it that of `memory_cache`."""
-        return self._run.values.whole
+        return self._peer.values.whole
 
     @property
     def audits(self) -> Audits | None:
         """What audits have found; None before the first one, and after the data plane was started again."""
-        return self._run.audits
+        return self._peer.audits
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
@@ -143,11 +143,11 @@ class DataPlane:
             return
         with self._replacing:  # from here on, none follows
             self._closing.set()
-            run = self._run
-        run.channel.send(m.Close())
-        if not run.running.join(CLOSE_S):
+            peer = self._peer
+        peer.channel.send(m.Close())
+        if not peer.running.join(CLOSE_S):
             logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
-            run.running.kill()
+            peer.running.kill()
         self._thread.join(CLOSE_S)
 
     @property
@@ -156,30 +156,30 @@ class DataPlane:
 
     # One that serves, always
 
-    def _begin(self, run: Run) -> Run:
+    def _begin(self, peer: Peer) -> Peer:
         """Start a data plane that was launched, and wait until it serves. Return it. Raises KVFetchError."""
-        make, run.on_loss = self._make, self._lose
+        make, peer.on_loss = self._make, self._lose
         try:
-            start = self._start if make is None else make(run)
-            run.start(start, self._closing)
+            start = self._start if make is None else make(peer)
+            peer.start(start, self._closing)
         except BaseException:
-            run.end()
+            peer.end()
             raise
         if make is not None:
             self._start, self._make = start, None
             if start.rank == 0:
                 logger.info("kvfetch: this server stores with %r from now on", start.config["quantiser"])
         for command in [*self._told.values()]:
-            run.channel.send(command)
-        return run
+            peer.channel.send(command)
+        return peer
 
     def _watch(self) -> None:
-        """Serve each run until its end, then start the next one. Runs on the thread that receives."""
+        """Serve with each data plane until its end, then start the next one. Runs on the thread that receives."""
         is_over = False
         while not is_over:
             began_s = time.monotonic()
-            self._run.serve(self._closing)
-            if self._run.end():
+            self._peer.serve(self._closing)
+            if self._peer.end():
                 self._lose()
             if time.monotonic() - began_s > _STEADY_S:
                 self._backoff_s = _LEAST_BACKOFF_S
@@ -195,14 +195,14 @@ class DataPlane:
         while not self._closing.wait(self._backoff_s):
             self._backoff_s = min(_MOST_BACKOFF_S, 2 * self._backoff_s)
             try:
-                following = self._begin(Run(self._setup))
+                following = self._begin(Peer(self._setup))
             except (KVFetchError, OSError) as e:
                 if not self._closing.is_set():
                     logger.warning("kvfetch: the data plane did not start: %s", e)
                 continue
             with self._replacing:
                 if not self._closing.is_set():
-                    self._run = following
+                    self._peer = following
                     if self._make is not None:  # a switch has come meanwhile
                         following.leave()
                     return True
@@ -212,7 +212,7 @@ class DataPlane:
     def _lose(self) -> None:
         self.num_losses += 1
 
-    def switch(self, make: Callable[[Run], m.Start]) -> None:
+    def switch(self, make: Callable[[Peer], m.Start]) -> None:
         """Serve by another config, and never again by the present one: the data plane writes what is queued, and ends,
         and the next one is started with what ``make`` returns. That is called with the launched one, on another thread,
         where it may take its time, until one serves: it may raise KVFetchError. Never waits."""
@@ -220,17 +220,17 @@ class DataPlane:
         self.on_switch()
         with self._replacing:
             self._make, self._told = make, {}
-            self._run.leave()
+            self._peer.leave()
 
     # Reading
 
     def look_up(self, command: m.Stage) -> Awaited[m.Found]:
         """Find the longest stored run of some pages, and read it ahead, as host mode does."""
-        return self._run.ask(command, m.Found(0))
+        return self._peer.ask(command, m.Found(0))
 
     def fetch(self, command: m.FetchPages) -> Fetch:
         """Begin to fetch pages to places in the pool."""
-        return Fetch(self._run.ask(command, m.Fetched(0)))
+        return Fetch(self._peer.ask(command, m.Fetched(0)))
 
     def stage(
         self,
@@ -245,10 +245,10 @@ class DataPlane:
         """Restore the longest stored run of these pages into shared memory. ``on_staged`` is called once, on the thread
         that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
         arguments as in `messages.Stage`."""
-        run, sides = self._run, dict(trailing or {})
+        peer, sides = self._peer, dict(trailing or {})
         command = m.Stage(0, b"".join(hashes), tuple(saved_s), request.id, request.traceparent, is_idle, trailing=sides)
-        asked = run.ask(command, m.Staged(0))
-        asked.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
+        asked = peer.ask(command, m.Staged(0))
+        asked.add_done_callback(lambda staged: on_staged(peer.staged_values(staged.result())))
         return asked.work
 
     def unstage(self, work: int, *, is_sound: bool = True, takes_code: bool = True) -> None:
@@ -256,7 +256,7 @@ class DataPlane:
         in `messages.Unstage`."""
         if not takes_code:  # nor of a data plane that follows this one
             self._start = msgspec.structs.replace(self._start, takes_code=False)
-        self._run.channel.send(m.Unstage(work, is_sound, takes_code))
+        self._peer.channel.send(m.Unstage(work, is_sound, takes_code))
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float) -> SideFetch:
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
@@ -264,13 +264,13 @@ class DataPlane:
 
         def ask(first: int) -> Awaited[m.Fetched]:
             command = m.FetchSide(0, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
-            return self._run.ask(command, m.Fetched(0))
+            return self._peer.ask(command, m.Fetched(0))
 
         return SideFetch(ask, range(0, len(hashes), num_pages))
 
     def flush(self) -> None:
         """Drop all bytes that were read, because the engine's caches are emptied."""
-        self._run.channel.send(m.Flush())
+        self._peer.channel.send(m.Flush())
 
     # Writing
 
@@ -328,7 +328,7 @@ class DataPlane:
     ) -> bool:
         """Queue a part. Return whether there was room for it, in the time that `write` waits."""
         while True:
-            if self._run.write(command, *what, max(0.0, started_s + _WRITE_S - time.monotonic())):
+            if self._peer.write(command, *what, max(0.0, started_s + _WRITE_S - time.monotonic())):
                 self._refused_s = math.inf
                 return True
             if not may_wait() or not self._takes_pages():
@@ -339,7 +339,7 @@ class DataPlane:
         """Return whether the store still seems to take pages, just after there was no room for some."""
         now_s = time.monotonic()
         self._refused_s = min(self._refused_s, now_s)
-        return now_s <= self._refused_s + _NO_ROOM_S and not self._run.has_lost
+        return now_s <= self._refused_s + _NO_ROOM_S and not self._peer.has_lost
 
     def _parts(self, num_pages: int, sides: Iterable[SideKey], most_bytes: int) -> Iterator[range]:
         """Cut pages into runs that take a quarter of the queue or ``most_bytes`` at most, or one page each."""
@@ -357,7 +357,7 @@ class DataPlane:
 
     def clear(self) -> None:
         """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
-        cleared = self._run.ask(m.Clear(0), m.ClearOver(0, "the data plane ended"))
+        cleared = self._peer.ask(m.Clear(0), m.ClearOver(0, "the data plane ended"))
         try:
             fault = cleared.result(_CLEAR_S).fault
         except TimeoutError:
@@ -370,12 +370,12 @@ class DataPlane:
     def tell(self, command: m.ShowPrompts | m.PauseCalibration) -> None:
         """Tell the data plane, and those that follow it until a switch."""
         self._told[type(command)] = command
-        self._run.channel.send(command)
+        self._peer.channel.send(command)
 
     @property
     def found_profile(self) -> str:
         """The digest of the profile that was found for the engine's weights, as `Start` has asked; "" before."""
-        return self._run.found_profile
+        return self._peer.found_profile
 
     def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
         """Let the data plane calibrate on these prompts: see `messages.ShowPrompts`."""
@@ -386,4 +386,4 @@ class DataPlane:
 
     def step(self) -> None:
         """Complete the stagings whose results have come, a bounded number. Never waits."""
-        self._run.step()
+        self._peer.step()

@@ -189,16 +189,16 @@ class Quantising:
 class Awaited(Future[A]):
     """The event that answers a command. Wait for no `Taken`, and not on the thread ``kvfetch-data``."""
 
-    def __init__(self, run: Run, lost: A) -> None:
+    def __init__(self, peer: Peer, lost: A) -> None:
         """``lost``: the event, if the data plane ends first."""
         super().__init__()
-        self.run = run
+        self.peer = peer
         self.work = lost.work
         self._lost = lost
 
     def unstage(self) -> None:
         """End the work soon, or free what it has staged."""
-        self.run.channel.send(m.Unstage(self.work))
+        self.peer.channel.send(m.Unstage(self.work))
 
     def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
         """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
@@ -231,7 +231,7 @@ class _Silence:
         return self.num_idle > most_idle or self._num_ticks > most_ticks
 
 
-class Run:
+class Peer:
     """One data plane, from its launch to its end, with its work under way. It is asked for a profile at most, then told
     to `start`, and serves from then on. ``on_loss`` is called when the store takes pages again after it has failed to
     take some."""

@@ -25,7 +25,7 @@ from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 
 if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
     from sgl_kvfetch.engine import DataPlane
-    from sgl_kvfetch.engine.process import Run
+    from sgl_kvfetch.engine.process import Peer
     from sgl_kvfetch.protocol import Start
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ _IDLE_STEP = 16  # steps that one without a batch stands for: with --sleep-on-id
 _SAY_EVERY = 5  # windows of the sample
 _DIGEST_BYTES = 16
 
-Follow: TypeAlias = "Callable[[str, Run], Start]"
+Follow: TypeAlias = "Callable[[str, Peer], Start]"
 """Returns what a data plane is started with that serves by a profile, from its digest. May take its time."""
 
 

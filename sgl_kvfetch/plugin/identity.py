@@ -149,7 +149,7 @@ LOADER_SPEED = frozenset({"enable_multithread_load", "num_threads", "concurrency
 
 
 TakeProfile: TypeAlias = "Callable[[KVFetchConfig, Watch, str | None], TakenProfile | None]"
-"""Takes a profile from the store: `engine.process.Run.take_profile`."""
+"""Takes a profile from the store: `engine.process.Peer.take_profile`."""
 
 
 def engine_config(

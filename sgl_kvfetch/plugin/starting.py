@@ -14,7 +14,7 @@ import torch
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, Quantiser
 from sgl_kvfetch.engine import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, Launch, Run, Setup
+from sgl_kvfetch.engine.process import DataPlaneProcess, Launch, Peer, Setup
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import brief
@@ -67,7 +67,7 @@ def open_engine_plane(
     setup = Setup(
         _launch, pages.geometry, side_bytes, config.write_queue_bytes, staging_bytes, config.memory_cache, files
     )
-    launched = Run(setup)  # now: it imports torch while we find out what it is to serve
+    launched = Peer(setup)  # now: it imports torch while we find out what it is to serve
     try:
         compile_hash_function()
         asked, why_no_klt = config, _why_no_klt(sides, rank, pages.geometry.dtype)
@@ -119,7 +119,7 @@ def _pools(config: KVFetchConfig, rank: Any, sides: SidePools | None) -> str:
     return f"{pools},draft {draft_model(config)}" if sides.has_draft else pools
 
 
-def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening, digest: str, launched: Run) -> Start:
+def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening, digest: str, launched: Peer) -> Start:
     """Take the profile with this digest from the store, as at an attachment. Return what starts a data plane that
     serves by it, and which is ``launched``. ``config``: as the user has it, with ``auto``. ``opening``: how the former
     one was opened. Raises KVFetchError."""

@@ -30,7 +30,7 @@ from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine import data_plane as plane_module, process as run_module
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Quantising, Run, Running, Setup
+from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Peer, Quantising, Running, Setup
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane.calibration.own import calibration_folder
 from sgl_kvfetch.protocol import messages as channel_module, messages as m
@@ -82,7 +82,7 @@ def plane(url: str, launcher: Launcher) -> Iterator[DataPlane]:
 
 def open_plane(url: str, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
     setup = Setup(launcher, SMALL, staging_bytes=staging_bytes, pool_files=POOL.files)
-    return DataPlane(start_of(url, **config), Run(setup))
+    return DataPlane(start_of(url, **config), Peer(setup))
 
 
 def start_of(url: str, **config: object) -> Start:
@@ -211,7 +211,7 @@ def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(plane: DataPlane, ur
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     namespace, geometry = make_heads(SMALL, make_quantiser("exact")).namespace, replace(SMALL, num_heads=1)
-    half = DataPlane(Start({"store": url}, namespace, 1, 2, 0, None), Run(Setup(launcher, geometry)))
+    half = DataPlane(Start({"store": url}, namespace, 1, 2, 0, None), Peer(Setup(launcher, geometry)))
     try:
         assert look_up(half, hashes).num_pages == NUM_PAGES
         half.clear()
@@ -244,7 +244,7 @@ def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest
         return None if tensor == gone and pages[0] >= 4 else values[tensor][list(pages)]
 
     assert plane.write(0, None, page_hashes(10), range(10), read) == 4
-    wait_until(lambda: not plane._run._room._taken)
+    wait_until(lambda: not plane._peer._room._taken)
 
 
 def test_pages_that_cannot_be_read_are_dropped_by_that_reason(
@@ -265,7 +265,7 @@ def test_pages_that_cannot_be_read_are_dropped_by_that_reason(
     with assert_counted("write", Reason.INTERNAL):
         assert plane.write(0, None, page_hashes(10), range(10), fail) == 4
     assert (dropped("dropped_error"), dropped("dropped_full")) == (before[0] + 6, before[1])
-    wait_until(lambda: not plane._run._room._taken)
+    wait_until(lambda: not plane._peer._room._taken)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_all_pieces_share_one_deadline(
 
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(plane._run, "write", write_slowly)
+    monkeypatch.setattr(plane._peer, "write", write_slowly)
     assert write(plane, page_hashes(10)) == written
     assert waits_s == pytest.approx(waits)
 
@@ -307,12 +307,12 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
         return values[tensor][list(pages)]
 
     assert plane.write(0, None, hashes, range(4), read, quantising=quantising) == 4
-    assert calls == ([] if why == "large" else [(range(4), plane._run._pages.num_bytes)])
+    assert calls == ([] if why == "large" else [(range(4), plane._peer._pages.num_bytes)])
     wait_until(lambda: look_up(plane, hashes).num_pages == 4)
     num_pages, pool = fetch(plane, hashes)
     assert num_pages == 4
     assert all(torch.equal(pool[t][:4], values[t]) for t in TENSORS)
-    wait_until(lambda: not plane._run._room._taken)
+    wait_until(lambda: not plane._peer._room._taken)
 
 
 def test_a_profile_is_taken_before_a_data_plane_serves(
@@ -322,7 +322,7 @@ def test_a_profile_is_taken_before_a_data_plane_serves(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name = using(open_remote(url), lambda store: publish_profile(store, save(tmp_path), NO_KEYS))
     digest = name.partition("/")[2]
-    launched = Run(Setup(launcher, SMALL, pool_files=POOL.files))
+    launched = Peer(Setup(launcher, SMALL, pool_files=POOL.files))
     config = parse_config({"store": url, "quantiser": "klt"})
     taken = launched.take_profile(config, WATCH)
     assert taken is not None
@@ -340,7 +340,7 @@ def test_a_profile_is_taken_before_a_data_plane_serves(
 
 
 def test_a_data_plane_that_ends_takes_no_profile(url: str, launcher: Launcher) -> None:
-    launched = Run(Setup(launcher, SMALL))
+    launched = Peer(Setup(launcher, SMALL))
     launcher.signal(signal.SIGKILL)
     with pytest.raises(EndedError):
         launched.take_profile(parse_config({"store": url}), WATCH)
@@ -398,11 +398,11 @@ def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlan
     wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
 
 
-class _Peer:
-    """The other end of a run that nobody serves."""
+class _Nobody:
+    """Stands for a data plane, and serves nothing."""
 
     def __init__(self) -> None:
-        self.run = Run(Setup(self._launch, SMALL, queue_bytes=1 << 20, staging_bytes=1 << 20))
+        self.peer = Peer(Setup(self._launch, SMALL, queue_bytes=1 << 20, staging_bytes=1 << 20))
 
     def _launch(self, line: Line) -> Running:
         self.line = line
@@ -420,28 +420,28 @@ class _Peer:
 
 
 def test_what_was_asked_ends_with_the_data_plane() -> None:
-    peer = _Peer()
-    asked = peer.run.ask(m.Stage(1, b""), Staged(1))
+    nobody = _Nobody()
+    asked = nobody.peer.ask(m.Stage(1, b""), Staged(1))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(asked.result, WAIT_S)
-        peer.kill()
-        peer.run.serve(threading.Event())
-        peer.run.end()
+        nobody.kill()
+        nobody.peer.serve(threading.Event())
+        nobody.peer.end()
         assert waiting.result(WAIT_S) == Staged(1, reason=Reason.DATA_PLANE)
 
 
 @pytest.mark.parametrize("in_steps", [False, True])
 def test_invalid_bytes_instead_of_an_answer_end_the_data_plane(in_steps: bool) -> None:
-    peer = _Peer()
-    asked = peer.run.ask(m.Stage(1, b""), Staged(1))
+    nobody = _Nobody()
+    asked = nobody.peer.ask(m.Stage(1, b""), Staged(1))
     if in_steps:
-        peer.line.staged.sendall(m.encode(m.Pong()))
-        peer.run.step()
-        assert peer.line.staged.fileno() == -1
+        nobody.line.staged.sendall(m.encode(m.Pong()))
+        nobody.peer.step()
+        assert nobody.line.staged.fileno() == -1
     else:
-        peer.line.commands.sendall(b"\0\0\0\0")
-        peer.run.serve(threading.Event())
-    peer.run.end()
+        nobody.line.commands.sendall(b"\0\0\0\0")
+        nobody.peer.serve(threading.Event())
+    nobody.peer.end()
     assert asked.result().num_pages == 0
 
 
@@ -491,7 +491,7 @@ def test_the_next_data_plane_is_told_what_the_last_one_was(
 
 def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launcher) -> None:
     store(plane, page_hashes(4))
-    wait_until(lambda: plane._run._num_queued == 0)
+    wait_until(lambda: plane._peer._num_queued == 0)
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: len(launcher.started) >= 2)
     assert plane.num_losses == 0
@@ -515,12 +515,12 @@ def test_a_start_has_more_time_while_it_does_something(
     """Importing torch takes long on a busy machine."""
     monkeypatch.setattr(run_module, "_START_TICKS", (2, 8))
     monkeypatch.setattr(run_module, "_TICK_S", 0.01)
-    peer = _Peer()
+    nobody = _Nobody()
     asked: list[None] = []
-    monkeypatch.setattr(peer, "is_busy", lambda: asked.append(None) or is_busy)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(nobody, "is_busy", lambda: asked.append(None) or is_busy)  # type: ignore[func-returns-value]
     with pytest.raises(EndedError, match="did not start"):
-        peer.run.start(start_of("http://nowhere"), threading.Event())
-    peer.run.end()
+        nobody.peer.start(start_of("http://nowhere"), threading.Event())
+    nobody.peer.end()
     assert len(asked) == num_ticks
 
 
@@ -608,7 +608,7 @@ def test_a_switch_goes_on_until_a_data_plane_serves(
     """After a store that does not give the profile, a config that is refused, and a process that dies."""
     asked: list[None] = []
 
-    def make(_: Run) -> Start:
+    def make(_: Peer) -> Start:
         asked.append(None)
         if len(asked) == 1:
             raise StoreError("refused", "no profile for now")
@@ -630,7 +630,7 @@ def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
     monkeypatch.setattr(plane_module, "CLOSE_S", 0.1)  # the thread still waits for the store
     plane, asked, closed = open_plane(url, launcher), threading.Event(), threading.Event()
 
-    def make(_: Run) -> Start:
+    def make(_: Peer) -> Start:
         asked.set()
         assert closed.wait(WAIT_S)
         return start_by_uint8(url)

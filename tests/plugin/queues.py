@@ -11,7 +11,7 @@ from sgl_kvfetch.engine import DataPlane
 
 def fill_queue(plane: DataPlane) -> Callable[[], None]:
     """Leave no room for pages. Return what frees it all."""
-    room = plane._run._room
+    room = plane._peer._room
     offset = room.allocate(room.num_bytes, 0)
     assert offset is not None
     return lambda: room.free(offset)
@@ -19,7 +19,7 @@ def fill_queue(plane: DataPlane) -> Callable[[], None]:
 
 def note_refusals(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the size of each piece is added that there is no room for."""
-    room, refusals = plane._run._room, []
+    room, refusals = plane._peer._room, []
     allocate = room.allocate
 
     def noted(num_bytes: int, timeout_s: float | None = None) -> int | None:

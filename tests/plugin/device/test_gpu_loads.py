@@ -562,7 +562,7 @@ def test_a_batch_may_have_prompts_of_a_data_plane_that_has_died(
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
     ours, later = rig.arrive_staged(prompt(0)), rig.arrive_staged(prompt(2))
     former = rig.parts.plane.memory
-    rig.parts.plane._run.running.kill()
+    rig.parts.plane._peer.running.kill()
     rig.settle(lambda: rig.parts.plane.memory is not former)
     theirs = rig.arrive_staged(prompt(1))
     assert rig.admit(*((ours, theirs) if is_first else (theirs, ours))) == [32, 32]

@@ -22,7 +22,7 @@ from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.engine import data_plane as plane_module
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import Quantising, Run, Setup
+from sgl_kvfetch.engine.process import Peer, Quantising, Setup
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, Others, others_in
@@ -334,7 +334,7 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
             "target_kl": TARGET_KL,
             "codec": "ans",
         } | ({"levels": {"count": levels}} if levels > 1 else {})
-        plane = DataPlane(Start(settings, heads.namespace, 0, 2, 0, None), Run(Setup(served.launch, GEOMETRY)))
+        plane = DataPlane(Start(settings, heads.namespace, 0, 2, 0, None), Peer(Setup(served.launch, GEOMETRY)))
         try:
             num_queued = plane.write(
                 0,
@@ -345,7 +345,7 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
                 quantising=Quantising(opened.num_rows, into),
             )
             assert num_queued == len(PLACES)
-            wait_until(lambda: not plane._run._room._taken)
+            wait_until(lambda: not plane._peer._room._taken)
             served.write_all()
         finally:
             plane.close()

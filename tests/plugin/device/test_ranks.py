@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.engine.process import Run
+from sgl_kvfetch.engine.process import Peer
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
@@ -99,7 +99,7 @@ def _switch(rig: Rig, rank: int, agree: Callable[[torch.Tensor], None], history:
     service.__dict__["config_quantiser"] = config_quantiser
     start = start_by_uint8(plane)
 
-    def follow(digest: str, launched: Run) -> Start:
+    def follow(digest: str, launched: Peer) -> Start:
         nonlocal is_late
         if is_late:
             is_late = False
@@ -116,7 +116,7 @@ def _switch(rig: Rig, rank: int, agree: Callable[[torch.Tensor], None], history:
     is_over = torch.zeros(1)
     while not is_over.item():
         if len(history) == 2 and rank == 0:
-            plane._run.found_profile = "0" * 31 + "1"
+            plane._peer.found_profile = "0" * 31 + "1"
         if plane._make is None and plane._start is not start:
             auto.step(scheduler)
         request = rig.arrive(tokens)

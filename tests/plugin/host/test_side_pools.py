@@ -252,11 +252,11 @@ def test_an_operation_that_is_broken_off_leaves_no_announced_pages(make: Make, m
     names = keys(8)
     backend.batch_set_v2([transfer(names[7:], [7])])
     with monkeypatch.context() as full:
-        full.setattr(backend._plane._run, "write", lambda *args: False)
+        full.setattr(backend._plane._peer, "write", lambda *args: False)
         assert backend.batch_set_v1(names[:4], tokens(list(range(4))), after([])) == [False] * 4
     backend.batch_set_v2([transfer(names[7:], [7])])
     with monkeypatch.context() as failing:
-        failing.setattr(backend._plane._run, "write", Mock(side_effect=RuntimeError("a test")))
+        failing.setattr(backend._plane._peer, "write", Mock(side_effect=RuntimeError("a test")))
         assert backend.batch_set_v1(names[:4], tokens(list(range(4))), after([])) == [False] * 4
     store(backend, names, {})
     assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == []
