@@ -73,7 +73,7 @@ class Troubles:
         self._logger.warning("%s%s", one_line(message), times)
 
     def worked(self, *stages: str) -> None:
-        """Note that stages work: what kept one of them from that is over."""
+        """Record that stages work: what kept one of them from that is over."""
         now_s = time.monotonic()
         with self._lock:
             over = [cause for cause, each in self.lasting.items() if not each.stages.isdisjoint(stages)]

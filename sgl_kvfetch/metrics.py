@@ -152,13 +152,13 @@ for _basis in ("link", "decoder", "unmeasured"):
     DECISIONS.labels("recompute", _basis)
 
 # Tasks that a request's task begins have a copy of its context, with the same list in it.
-_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+_reasons: ContextVar[list[str] | None] = ContextVar("reasons", default=None)
 
 
 def miss(stage: str, reason: str) -> None:
     """Count that a lookup, a fetch or a write fell short. ``reason``: one of `reasons.Reason`."""
     MISSES.labels(stage, reason).inc()
-    note(reason)
+    record_reason(reason)
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
@@ -169,7 +169,7 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
 
 def log_failure(stage: str, error: KVFetchError | TimeoutError, meanwhile: str = "") -> None:
     """Log why a lookup, a fetch or a write failed, and what to do: once for all that a failing store causes, until
-    `note_success`; else at a limited rate. ``meanwhile``: what happens without it, if pages are not computed."""
+    `record_success`; else at a limited rate. ``meanwhile``: what happens without it, if pages are not computed."""
     reason = reason_of(error)
     if reason == Reason.SKIPPED:  # nothing was asked, after failures that the log has
         return
@@ -182,14 +182,14 @@ def log_failure(stage: str, error: KVFetchError | TimeoutError, meanwhile: str =
         _limited.warning(f"{stage} {reason}", message)
 
 
-def note_success(stage: str) -> None:
-    """Note that the store has done a lookup or a write, or that a fetch was whole."""
+def record_success(stage: str) -> None:
+    """Record that the store has done a lookup or a write, or that a fetch was whole."""
     if _store.lasting:
         _store.worked(stage, *(() if stage == "fetch" else (_CONNECTION,)))  # of a fetch, all may be from a cache
 
 
-def note_certificates(ends: Mapping[str, float]) -> None:
-    """Note when certificates end, as `tls.ends_of` returns it."""
+def record_certificates(ends: Mapping[str, float]) -> None:
+    """Record when certificates end, as `tls.ends_of` returns it."""
     for file, end_s in ends.items():
         CERTIFICATE_END.labels(file).set(end_s)
 
@@ -215,15 +215,15 @@ def shortfall(reasons: Sequence[str]) -> str:
     return min(reasons, key=lambda reason: (reason != Reason.SOONER, reason == Reason.DIVERGES), default="")
 
 
-def note(reason: str) -> None:
-    """Note why the request that this task serves gets less than is stored. Without one, do nothing."""
-    if (noted := _noted.get()) is not None:
-        noted.append(reason)
+def record_reason(reason: str) -> None:
+    """Record why the request that this task serves gets less than is stored. Without one, do nothing."""
+    if (reasons := _reasons.get()) is not None:
+        reasons.append(reason)
 
 
-def noted_here() -> list[str]:
+def reasons_here() -> list[str]:
     """Return the list of what is noted from now on, in this task and in those that it begins. The task must be the
     request's own."""
     reasons: list[str] = []
-    _noted.set(reasons)
+    _reasons.set(reasons)
     return reasons

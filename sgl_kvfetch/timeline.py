@@ -135,6 +135,6 @@ def add(request: Request, stage: Stage, start_s: float, end_s: float, **attribut
 
 
 def fetched(request: Request) -> None:
-    """Note that the data plane has fetched what it can for a request: its stages are over."""
+    """Record that the data plane has fetched what it can for a request: its stages are over."""
     if _process is not None and request.traceparent:
         _process.add(Recorded(request, None, 0.0, 0.0))

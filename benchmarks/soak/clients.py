@@ -99,7 +99,7 @@ class Client:
         asked = prompt[first : self._rng.randint(first + 1, PROMPT_PAGES)]
         began_s = time.monotonic()
         found = await self._store.lookup(NOISE_HEADS.folder, asked)
-        self._ledger.note_lookup(began_s)
+        self._ledger.record_lookup(began_s)
         if found.num_pages > len(asked):
             raise WrongError(f"a lookup of {len(asked)} pages returned {found.num_pages}")
         for hit in found.hits:

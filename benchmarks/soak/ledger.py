@@ -67,7 +67,7 @@ class Ledger:
         if not any(error.reason in _EXCUSED[kind] for kind in met):
             self.problem(f"{operation}: {error.reason}", str(error))
 
-    def note_lookup(self, began_s: float) -> None:
+    def record_lookup(self, began_s: float) -> None:
         if not any(each.kind == "killed" for each in self._met_by(began_s)):
             self.lookups_s.append(time.monotonic() - began_s)
 

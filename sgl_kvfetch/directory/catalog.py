@@ -228,7 +228,7 @@ class Catalog:
         with self.writing():
             pass
 
-    def note_use(self, segments: Iterable[str]) -> None:
+    def record_use(self, segments: Iterable[str]) -> None:
         """Record that segments are used now. ``save_uses`` writes that to the catalog."""
         self._uses.update(dict.fromkeys(segments, time.time()))
 

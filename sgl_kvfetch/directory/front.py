@@ -82,7 +82,7 @@ class FrontStore(LocalStore):
 
     @contextmanager
     def _asking(self, operation: Operation) -> Iterator[None]:
-        """Note whether the upstream works."""
+        """Record whether the upstream works."""
         try:
             yield
         except StoreError as e:

@@ -128,7 +128,7 @@ class Keeper:
         segment = self._segments.get(parse_object_name(name).segment.manifest_name)
         if segment is None or not data or self._held_bytes + len(data) > _HELD_BYTES:
             return
-        if segment.objects is not None and not _note_come(segment.objects, name, start, len(data)):
+        if segment.objects is not None and not _record_arrival(segment.objects, name, start, len(data)):
             return
         self._held_bytes += len(data)
         segment.pieces.append((name, start, data))
@@ -197,7 +197,7 @@ class Keeper:
         segment.pieces.clear()
         for piece in early:
             name, start, data = piece
-            if _note_come(objects, name, start, len(data)):
+            if _record_arrival(objects, name, start, len(data)):
                 segment.pieces.append(piece)
             else:
                 self._held_bytes -= len(data)
@@ -260,8 +260,8 @@ class Keeper:
             self.give_up(manifest_name.rpartition(".")[0] + ".")
 
 
-def _note_come(objects: dict[str, _Object], name: str, start: int, num_bytes: int) -> bool:
-    """Note that bytes have come. Return whether any of them was missing."""
+def _record_arrival(objects: dict[str, _Object], name: str, start: int, num_bytes: int) -> bool:
+    """Record that bytes have come. Return whether any of them was missing."""
     found = objects.get(name)
     if found is None or not _overlaps(found.missing, start, start + num_bytes):
         return False

@@ -265,7 +265,7 @@ class LocalStore(AdminStore):
         with files.os_errors(f"opening {name}"):
             opened = files.open_object(self.root, name)
         if opened is not None:
-            self._note_use([segment.manifest_name])
+            self._record_use([segment.manifest_name])
         return opened
 
     @on("reads")
@@ -384,7 +384,7 @@ class LocalStore(AdminStore):
         writer = NoteWriter(self.root, kind, name, size_bytes, self._room.capacity_bytes)
 
         def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-            with files.os_errors(f"writing {kind.one} {name}"), self._room.noting_failure():
+            with files.os_errors(f"writing {kind.one} {name}"), self._room.recording_failure():
                 return call(*args, **kwargs)
 
         try:
@@ -403,7 +403,7 @@ class LocalStore(AdminStore):
             self._pin(decode_pin(writer.head), writer)
         else:
             writer.commit()
-        self._room.note_written()
+        self._room.record_written()
 
     def _pin(self, pin: Pin, writer: NoteWriter) -> None:
         """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
@@ -484,7 +484,7 @@ class LocalStore(AdminStore):
             found = [] if db is None else index.find_pages(db, namespace, page_hashes, MAX_LOOKUP_ANSWER_BYTES)
         if db is None:
             self._open_later()
-        self._note_use([hit.manifest_name for hit in found])
+        self._record_use([hit.manifest_name for hit in found])
         return found
 
     def _with_manifests(self, found: Sequence[index.IndexHit], *, accept_other: bool) -> Iterator[SegmentHit]:
@@ -509,10 +509,10 @@ class LocalStore(AdminStore):
             self._opened = True
             self._quietly_later(self._catalog.open)
 
-    def _note_use(self, manifest_names: Sequence[str]) -> None:
+    def _record_use(self, manifest_names: Sequence[str]) -> None:
         if not self._catalog.is_open:
             return  # only files were read: that changes nothing
-        self._catalog.note_use(manifest_names)
+        self._catalog.record_use(manifest_names)
         now = time.monotonic()
         if now > self._uses_saved_at + _SAVE_USES_EVERY_S:
             self._uses_saved_at = now

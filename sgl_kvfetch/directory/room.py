@@ -239,8 +239,8 @@ class DiskRoom:
                 freed += found
 
     @contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """Note whether the disk or the catalog refuses a write, for `problem`. Mistakes of clients are no failures."""
+    def recording_failure(self) -> Iterator[None]:
+        """Record if the disk or the catalog refuses a write, for `problem`. Mistakes of clients are no failures."""
         try:
             yield
         except OSError as e:
@@ -254,7 +254,7 @@ class DiskRoom:
     def _fail(self, why: str, is_full: bool) -> None:
         self._failure = _Failure(why, self._free_beside_writes() if is_full else None, time.monotonic())
 
-    def note_written(self) -> None:
+    def record_written(self) -> None:
         self._failure = None
 
     def delete(

@@ -52,7 +52,7 @@ def _write(
 ) -> bool:
     """Write a manifest if ``replaces`` agrees with the digest of the present one. Return whether it is there now."""
     name = manifest.key.manifest_name
-    with files.os_errors(f"writing {name}"), room.noting_failure():
+    with files.os_errors(f"writing {name}"), room.recording_failure():
         new = room.reserve(name, len(content))
         try:
             new.write(content)
@@ -65,7 +65,7 @@ def _write(
                 new.commit(db, partial(rows.index_segment, db, manifest, content))
         finally:
             new.discard()
-    room.note_written()
+    room.record_written()
     return True
 
 
@@ -110,7 +110,7 @@ class DataWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``. Raises StoreError (``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_failure():
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.recording_failure():
             if self._finished:
                 return  # discarded meanwhile
             self._check.add(data)
@@ -122,7 +122,7 @@ class DataWriter:
 
     def commit(self) -> None:
         """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_failure():
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.recording_failure():
             if self._finished:
                 return
             file = self._opened()
@@ -133,7 +133,7 @@ class DataWriter:
                 file.commit(db)
                 rows.examine_if_unread(db, self._catalog.root, self._owner)
             self._finished = True
-            self._room.note_written()
+            self._room.record_written()
 
     def discard(self) -> None:
         """Remove the written bytes unless they are committed. Idempotent. Raises StoreError (``io``)."""
@@ -165,7 +165,7 @@ class PartsWriter(DataWriter):
 
     def write_at(self, start: int, data: bytes | memoryview) -> None:
         """Write a part, from byte ``start`` on. Raises StoreError (``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_failure():
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.recording_failure():
             if not self._finished:
                 self._opened().write_at(memoryview(data), start)
 

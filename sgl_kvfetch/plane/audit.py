@@ -74,7 +74,7 @@ from sgl_kvfetch.codec.quant.base import ratio as ratio_of, sums_noise
 from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger, printable
-from sgl_kvfetch.metrics import note
+from sgl_kvfetch.metrics import record_reason
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
@@ -326,7 +326,7 @@ class Auditor:
             sources = sources[: next((i for i, source in enumerate(sources) if self._is_doubtful(source)), num_found)]
         most = 0 if self.is_trying else len(sources)
         if most < num_found:
-            note(Reason.AUDITED)
+            record_reason(Reason.AUDITED)
         num_pages = min(len(sources), self._num_pages)
         is_audited = self._writes and num_pages and (not self.is_over or self.is_trying)
         if not is_audited or (self._cuts and not self._is_due(num_pages)):
@@ -339,7 +339,7 @@ class Auditor:
             self._wanted.popitem(last=False)
         if not self._cuts:
             return most
-        note(Reason.AUDIT)
+        record_reason(Reason.AUDIT)
         return min(most, first)
 
     def _is_doubtful(self, source: PageSource) -> bool:
@@ -436,7 +436,7 @@ class Auditor:
                     about = self._quantiser, self._heads, self._tokens(pages), coarser
                     audited = await self._run(partial(compare, computed, restored, *about))
                     result = self._judge(audited, hashes, sources)
-                    await self._run(partial(self._note, audited, self._tokens(pages).stop))
+                    await self._run(partial(self._keep, audited, self._tokens(pages).stop))
                     self._on_audit()
                     if result == "sound":
                         await self._delete_suspects()
@@ -498,7 +498,7 @@ class Auditor:
             first += piece.num_tokens // size
         return values
 
-    def _note(self, audited: Compared, end_token: int) -> None:
+    def _keep(self, audited: Compared, end_token: int) -> None:
         own = self.record
 
         def add(kept: AuditRecord | None) -> AuditRecord:

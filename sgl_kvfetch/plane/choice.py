@@ -81,7 +81,7 @@ class FetchLag:
         self._lags: deque[tuple[float, float]] = deque(maxlen=_NUM_LAGS)  # when it ended, and how late
 
     def ended(self, now_s: float, expected_s: float) -> None:
-        """Note that a fetch that should have ended at ``expected_s`` has ended now."""
+        """Record that a fetch that should have ended at ``expected_s`` has ended now."""
         self._lags.append((now_s, max(0.0, now_s - expected_s)))
 
     def seconds(self, now_s: float) -> float:
@@ -108,7 +108,7 @@ class EngineQueue:
         return max(0.0, self._free_s - now_s)
 
     def clear(self) -> None:
-        """Note that the engine has nothing to compute."""
+        """Record that the engine has nothing to compute."""
         self._free_s = -math.inf
 
 
@@ -121,7 +121,7 @@ class Decision:
     basis: Basis  # what decided
 
     def count(self, num_tokens: int) -> None:
-        """Note the decision about so many tokens in the metrics and in the log."""
+        """Record the decision about so many tokens in the metrics and in the log."""
         metrics.DECISIONS.labels("fetch" if self.is_fetched else "recompute", self.basis).inc()
         if not self.is_fetched:
             metrics.RECOMPUTED_TOKENS.inc(num_tokens)
@@ -206,7 +206,7 @@ class FetchOrder:
         return interpolate(saved_s, num_pages) + self.engine.seconds(now_s)
 
     def computes(self, num_pages: int, saved_s: Points, now_s: float) -> None:
-        """Note that the engine is to compute so many pages."""
+        """Record that the engine is to compute so many pages."""
         self.engine.add(max(0.0, interpolate(saved_s, num_pages)), now_s)
 
     def is_fetched(self, num_pages: int, num_ahead: int, cost: Cost, saved_s: Points, now_s: float) -> bool:
@@ -225,7 +225,7 @@ class FetchOrder:
         return decision.is_fetched
 
     def landed(self, now_s: float, expected_s: float) -> None:
-        """Note that a fetch that had the link alone, and should have ended at ``expected_s``, has ended now."""
+        """Record that a fetch that had the link alone, and should have ended at ``expected_s``, has ended now."""
         self._lag.ended(now_s, expected_s)
 
     # Host mode
@@ -289,7 +289,7 @@ class FetchOrder:
         return self._present.end_s
 
     def ended(self, now_s: float, *, is_whole: bool) -> None:
-        """Note that the present turn has ended, and whether all its pages are here."""
+        """Record that the present turn has ended, and whether all its pages are here."""
         left_s = [each.compute_s if each.fetch_s is None else each.fetch_s for each in self._waiting]
         self._link_free_s = now_s + sum(FIRST_S if seconds == math.inf else seconds for seconds in left_s)
         if is_whole and self._present.expected_s is not None:

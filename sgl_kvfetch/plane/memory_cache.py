@@ -145,7 +145,7 @@ class MemoryCache:
         return places
 
     def _filled(self, entry: CachedSpan, unit: ReadUnit) -> None:
-        """Note that a unit's bytes are in their places."""
+        """Record that a unit's bytes are in their places."""
         entry.units.add(unit.key)
         entry.missing_bytes -= unit.size_bytes
         if entry.is_dropped:
@@ -261,7 +261,7 @@ class Held:
         return None if entry is None else entry.places(unit)
 
     def received(self, unit: ReadUnit) -> None:
-        """Note that a unit's bytes are in their `places`."""
+        """Record that a unit's bytes are in their `places`."""
         if (entry := self._filling(unit)) is not None:
             self._cache._filled(entry, unit)
 

@@ -25,7 +25,7 @@ import msgspec
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.keys import split_hashes
-from sgl_kvfetch.metrics import counted, miss, noted_here, shortfall
+from sgl_kvfetch.metrics import counted, miss, reasons_here, shortfall
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import StoredPrompts
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -69,7 +69,7 @@ class Prefetcher:
         """Look pages up, and begin to read those that are to be fetched."""
         hashes = split_hashes(command.hashes)
         sources: list[PageSource] = []
-        reasons = noted_here()
+        reasons = reasons_here()
         found = m.Found(command.work)
         try:
             request = timeline.Request(command.request_id, command.traceparent)
@@ -94,7 +94,7 @@ class Prefetcher:
         turn = self._order.turn_of(hashes, began_s, is_first=command.is_first)
         deadline_s = min(command.deadline_s, turn.end_s)
         result = FetchResult()
-        reasons = noted_here()
+        reasons = reasons_here()
         try:
             with counted("fetch"):
                 if finder.is_paused:  # the store keeps failing: do not try, although pages were found
@@ -121,7 +121,7 @@ class Prefetcher:
         """Put those of a side pool's pages into shared memory that come until the deadline."""
         finder, hashes, pool = self._client.finder, split_hashes(command.hashes), command.pool
         come: dict[int, bytearray] = {}  # which threads fill that may outlive this
-        reasons = noted_here()
+        reasons = reasons_here()
         try:
             with counted("fetch"):
                 deadline_s = min(command.deadline_s, self._order.end_s)  # they follow the present prefix

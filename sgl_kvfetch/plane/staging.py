@@ -34,7 +34,7 @@ import msgspec
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.keys import split_hashes
-from sgl_kvfetch.metrics import counted, miss, noted_here, shortfall
+from sgl_kvfetch.metrics import counted, miss, reasons_here, shortfall
 from sgl_kvfetch.plane.choice import Cost, Points
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, gpu_restores
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
@@ -216,12 +216,12 @@ class _Turns:
         self._serve()
 
     def link_has_room(self, filling: Filling) -> None:
-        """Note that the link could serve others beside ``filling``."""
+        """Record that the link could serve others beside ``filling``."""
         self._on_link.discard(filling)
         self._serve()
 
     def end(self, filling: Filling) -> None:
-        """Note that nothing more is fetched. The region stays."""
+        """Record that nothing more is fetched. The region stays."""
         self._filling.discard(filling)
         self.link_has_room(filling)
 
@@ -259,7 +259,7 @@ class Stager:
         mine = self._works[command.work]
         assert isinstance(mine, LookingUp)
         asked, hashes, num_found = mine.asked, split_hashes(command.hashes), 0
-        asked.reasons = noted_here()
+        asked.reasons = reasons_here()
         try:
             sources, _ = await self._prompts.find(command, hashes, asked.request, self._most_pages)
             num_found, found_s = len(sources), time.monotonic()
@@ -309,7 +309,7 @@ class Stager:
                 is_coded = coded_bytes <= self._prompts.room.num_bytes  # a manifest may say so of its cells
                 num_bytes = coded_bytes if is_coded else num_bytes
             waiting = self._turns.enter(num_pages, num_bytes, needs_link=needs_link)
-            what = mine.task, noted_here(), ends.pop_all(), {mine.asked.work: mine.asked}
+            what = mine.task, reasons_here(), ends.pop_all(), {mine.asked.work: mine.asked}
         staging = _Staging(prompt.key, num_pages, names, is_coded, held, *what, waiting)
         self._works[mine.asked.work] = self._shared[prompt.key] = staging
         return staging
@@ -467,7 +467,7 @@ class Stager:
         return come
 
     def _landed(self, prompt: _Prompt, cost: Cost, *, needs_link: bool) -> None:
-        """Note when a fetch that had the link alone has ended. ``cost``: as was estimated before it."""
+        """Record when a fetch that had the link alone has ended. ``cost``: as was estimated before it."""
         if cost.seconds is None:  # this fetch has measured it; what is in memory now was not there
             cost = self._fetcher.cost(prompt.sources)
             cost = cost if cost.transmit_s or not needs_link else Cost(None, None)

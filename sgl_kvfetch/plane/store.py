@@ -53,7 +53,7 @@ def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], No
             silence_s=SILENCE_S,
             on_retry=lambda error: metrics.RETRIES.inc(),
             on_received=on_received,
-            tls=replace(tls_files(config), on_ends=metrics.note_certificates),
+            tls=replace(tls_files(config), on_ends=metrics.record_certificates),
         ),
         s3=replace(
             s3_options(config),

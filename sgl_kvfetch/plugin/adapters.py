@@ -46,7 +46,7 @@ def watch_adapters(manager: Any, *args: Any, **kwargs: Any) -> None:
         _state.manager = manager
 
 
-def note_adapter(adapter: Any) -> None:
+def record_adapter(adapter: Any) -> None:
     """Before ``LoRAAdapter._normalize_weights``, when all weights of an adapter are there as they came: digest them."""
     if _state.manager is not None:
         _state.digests[adapter] = digest_adapter(adapter)

@@ -196,7 +196,7 @@ def suspend_for_release(manager: Any, recv_req: Any) -> None:
         suspend_for_update(manager, recv_req)
 
 
-def note_empty_tree(result: None, tree: Any) -> None:
+def record_empty_tree(result: None, tree: Any) -> None:
     """After ``UnifiedRadixCache.reset``, which a flush calls: note that the tree is empty."""
     weight_updates.tree_is_empty()
 
@@ -240,7 +240,7 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
     if backend is not None and controller.storage_backend_type == BACKEND:  # type: ignore[union-attr]
         backend.meter.finished(batch, time.monotonic())
         if not scheduler.waiting_queue and scheduler.running_batch.is_empty():
-            backend.note_idle_engine()
+            backend.record_idle_engine()
     if (linker := linker_of(scheduler.tree_cache)) is not None:
         linker.batch_ended(batch, time.monotonic())
     from sgl_kvfetch.plugin import auto_profile

@@ -111,14 +111,14 @@ SEAMS: tuple[Seam, ...] = (
         # Loads the first adapters, in every rank.
         (f"{_LORA}.lora_manager.LoRAManager.init_state", "before", "watch_adapters"),
         # Is the first to change the weights of an adapter, whether they came from files or in a request.
-        (f"{_LORA}.lora.LoRAAdapter._normalize_weights", "before", "note_adapter"),
+        (f"{_LORA}.lora.LoRAAdapter._normalize_weights", "before", "record_adapter"),
         # Tells the pages of adapters apart by ids, which say nothing of the adapters' weights.
         (f"{_SRT}.managers.schedule_batch.Req.__init__", "after", "name_by_content"),
     ),
     *rows_of(
         _HOOKS,
         # Empties the tree. No page of former weights is left in it.
-        (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
+        (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "record_empty_tree"),
         # Chooses the memory of host pools by the name of the backend, and does not know this one.
         (f"{_SRT}.mem_cache.hybrid_cache.hybrid_pool_assembler._get_allocator_type", "after", "share_host_pool"),
         # Looks up the pages of a prefetch; the backend is not told for which request.

@@ -31,13 +31,13 @@ _state = _State()
 
 
 def serves(heads: HeadSlice, coarseness: int) -> None:
-    """Note that a data plane serves by this namespace from now on. ``coarseness``: as in `ServerStatus`."""
+    """Record that a data plane serves by this namespace from now on. ``coarseness``: as in `ServerStatus`."""
     _state.recent.clear()  # what was found in another store, or under another namespace, says nothing of this one
     _state.heads, _state.coarseness = heads, coarseness
 
 
-def note(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
-    """Note how a request fared whose pages ``hashes`` were looked up. Other arguments as in `Decided`."""
+def record(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
+    """Record how a request fared whose pages ``hashes`` were looked up. Other arguments as in `Decided`."""
     decided = Decided(
         request_id=request_id,
         at_s=time.time(),
@@ -51,14 +51,14 @@ def note(request_id: str, hashes: Sequence[str], num_found: int, num_served: int
     _state.recent.append(decided)
 
 
-def note_shortfall(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
-    """Note that fewer pages of a request were served than `note` has said when they were looked up."""
+def record_shortfall(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
+    """Record that fewer pages of a request were served than `record` has said when they were looked up."""
     for each in reversed(list(_state.recent)):
         if (each.request_id, each.first_hash) == (request_id, hashes[0]):
             with suppress(ValueError):  # pushed out by another thread just now
                 _state.recent.remove(each)
             break
-    note(request_id, hashes, num_found, num_served, reason)
+    record(request_id, hashes, num_found, num_served, reason)
 
 
 def status_of(scheduler: Any) -> ServerStatus | None:

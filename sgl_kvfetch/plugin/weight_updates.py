@@ -72,7 +72,7 @@ def forget_access(access: Access) -> None:
 
 
 def tree_is_empty() -> None:
-    """Note that SGLang's tree, of which a process has one, holds no pages now."""
+    """Record that SGLang's tree, of which a process has one, holds no pages now."""
     _state.num_changes_when_empty = _state.num_changes
 
 
@@ -83,7 +83,7 @@ def weights_change(change: str) -> None:
 
 
 def begin_change() -> None:
-    """Note that an update begins, at whose end SGLang may empty its tree. `end_change` must follow."""
+    """Record that an update begins, at whose end SGLang may empty its tree. `end_change` must follow."""
     _state.num_changes += 1
 
 

@@ -52,9 +52,9 @@ def create_app(config: ServerConfig) -> web.Application:
     pages = PageHandlers(store, bodies, metrics, config)
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
-        metrics.note_usage(await store.usage())
+        metrics.record_usage(await store.usage())
         if isinstance(store, FrontStore):
-            metrics.note_upstream(store.passed_bytes, store.kept_bytes)
+            metrics.record_upstream(store.passed_bytes, store.kept_bytes)
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
@@ -82,7 +82,7 @@ def create_app(config: ServerConfig) -> web.Application:
     app[METRICS] = metrics
     app[STORE] = store
     app.cleanup_ctx.append(run_store)
-    app.on_response_prepare.append(_note_prepared)
+    app.on_response_prepare.append(_record_prepared)
     notes = f"{Route.NOTES}/{{kind:{'|'.join(NOTE_KINDS)}}}"
     one_note = notes + "/{name:.+}"
     one_object = Route.OBJECTS + "/{name:.+}"
@@ -117,10 +117,10 @@ def _open(config: ServerConfig, metrics: ServerMetrics) -> LocalStore:
         "drop_levels": config.drop_levels,
         "orphan_age_s": config.orphan_age_s,
     }
-    upstream = config.open_upstream(metrics.note_certificates)
+    upstream = config.open_upstream(metrics.record_certificates)
     if upstream is None:
         return LocalStore(config.root, **options)
-    return FrontStore(config.root, upstream, metrics.note_upstream_failure, **options)
+    return FrontStore(config.root, upstream, metrics.record_upstream_failure, **options)
 
 
 async def _warm_up(store: LocalStore) -> None:
@@ -161,7 +161,7 @@ def _measured(metrics: ServerMetrics) -> Middleware:
     return measure
 
 
-async def _note_prepared(request: web.BaseRequest, response: web.StreamResponse) -> None:
+async def _record_prepared(request: web.BaseRequest, response: web.StreamResponse) -> None:
     request[_PREPARED] = True
 
 
@@ -188,7 +188,7 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
             except web.HTTPException as e:
                 word = "range" if e.status == 416 else e.reason.lower().replace(" ", "_")
                 if e.status >= 500:
-                    metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason, request.remote)
+                    metrics.record_failure(what, getattr(e, "cause", word), e.text or e.reason, request.remote)
                 failed = error_answer(e.status, word, e.text or e.reason)
                 for header in ("Allow", "Retry-After", "Connection", "Content-Range"):
                     if header in e.headers:
@@ -203,7 +203,7 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
                 if isinstance(e, StoreError):
                     failed = store_error_answer(request.method, e)
                     if failed.status >= 500 or cut_short:
-                        metrics.note_failure(what, cause_of(e), str(e), request.remote)
+                        metrics.record_failure(what, cause_of(e), str(e), request.remote)
                 else:
                     failed = error_answer(500, "server", "internal error")
                     logger.exception("%s %r failed", request.method, request.path)
@@ -257,7 +257,7 @@ class LookupHandler:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
         page_hashes = split_hashes(asked.page_hashes)
         found = await self._store.lookup_taking(asked.namespace, page_hashes, request[ACCOUNT].take)
-        self._metrics.note_lookup(asked.namespace, len(page_hashes), found.num_pages)
+        self._metrics.record_lookup(asked.namespace, len(page_hashes), found.num_pages)
         answer = msgspec.msgpack.encode(found.hits)
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=MSGPACK_TYPE)
@@ -289,5 +289,5 @@ class Health:
         body = {"status": "ok" if problem is None else "read_only", "write_problem": problem}
         if problem is None or "write" not in request.query:
             return json_answer(body)
-        self._metrics.note_failure(f"GET {request.path}", "write_problem", problem, request.remote)
+        self._metrics.record_failure(f"GET {request.path}", "write_problem", problem, request.remote)
         return json_answer(body, 503)

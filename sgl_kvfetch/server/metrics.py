@@ -168,7 +168,7 @@ class ServerMetrics:
             yield
 
     def answered(self, request: web.Request, route: str, status: str, seconds: float, num_sent: int) -> None:
-        """Note a request that was answered, or given up. ``num_sent``: bytes of the answer's body."""
+        """Record a request that was answered, or given up. ``num_sent``: bytes of the answer's body."""
         method = request.method if route != OTHER_ROUTE else OTHER_ROUTE
         self.requests.labels(method, route, status).inc()
         self.seconds.labels(method, route).observe(seconds)
@@ -201,12 +201,12 @@ class ServerMetrics:
         self.failures.labels(cause).inc()
         self.last_failures.append(Failure(time.time(), client or "", what[:200], cause, message[:500]))
 
-    def note_failure(self, what: str, cause: str, message: str, client: str | None = None) -> None:
+    def record_failure(self, what: str, cause: str, message: str, client: str | None = None) -> None:
         """Count a failure, and log it: the first of a kind at once, others once a minute, counted."""
         self.count_failure(what, cause, message, client)
         _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{what[:200]} failed ({cause}): {message}")
 
-    def note_lookup(self, folder: str, pages_asked: int, pages_found: int) -> None:
+    def record_lookup(self, folder: str, pages_asked: int, pages_found: int) -> None:
         self.lookup_pages.labels("hit").inc(pages_found)
         self.lookup_pages.labels("miss").inc(pages_asked - pages_found)
         if pages_found:
@@ -214,12 +214,12 @@ class ServerMetrics:
             if len(self.found_pages) > _MOST_FOLDERS:
                 del self.found_pages[next(iter(self.found_pages))]
 
-    def note_certificates(self, ends: Mapping[str, float]) -> None:
+    def record_certificates(self, ends: Mapping[str, float]) -> None:
         """``ends``: as `tls.ends_of` returns it."""
         for file, end_s in ends.items():
             self._certificates.labels(file).set(end_s)
 
-    def note_usage(self, usage: StoreUsage) -> None:
+    def record_usage(self, usage: StoreUsage) -> None:
         self._stored_bytes.set(usage.stored_bytes)
         self._segments.set(usage.num_segments)
         self._read_only.set(usage.write_problem is not None)
@@ -228,14 +228,14 @@ class ServerMetrics:
         self._evicted.inc(usage.num_evicted - self._num_evicted)
         self._num_evicted = usage.num_evicted
 
-    def note_upstream(self, passed_bytes: int, kept_bytes: int) -> None:
+    def record_upstream(self, passed_bytes: int, kept_bytes: int) -> None:
         """Take the counts of a store that has an upstream."""
         now = {"readers": passed_bytes, "keeping": kept_bytes}
         for purpose, num_bytes in now.items():
             self._upstream_bytes.labels(purpose).inc(num_bytes - self._last_upstream[purpose])
         self._last_upstream = now
 
-    def note_upstream_failure(self, operation: str, error: StoreError) -> None:
+    def record_upstream_failure(self, operation: str, error: StoreError) -> None:
         self._upstream_failures.labels(operation).inc()
         _limited.warning(f"upstream {operation} {error.reason}", f"upstream ({operation}, {error.reason}): {error}")
 

@@ -135,7 +135,7 @@ class ObjectHandlers:
         start, end = _range_of(request, len(content))
         self._metrics.sent_bytes.inc(end - start)
         response = web.Response(body=content[start:end], content_type=BYTES_TYPE)
-        _note_range(request, response, start, end, len(content))
+        _record_range(request, response, start, end, len(content))
         return response
 
     async def _pass_on(self, request: web.Request, front: FrontStore) -> web.StreamResponse:
@@ -152,7 +152,7 @@ class ObjectHandlers:
         else:
             start, end = int(span[1]), int(span[2]) + 1
         response = web.StreamResponse(headers={"Accept-Ranges": "bytes", "Content-Type": BYTES_TYPE})
-        _note_range(request, response, start, end, size)
+        _record_range(request, response, start, end, size)
         response.content_length = end - start
         request[ACCOUNT].take(min(_PASSED_BYTES, end - start))
 
@@ -202,7 +202,7 @@ class ObjectHandlers:
         size = opened.info.size_bytes
         response = web.StreamResponse(headers=_headers(opened.info))
         start, end = _range_of(request, size)
-        _note_range(request, response, start, end, size)
+        _record_range(request, response, start, end, size)
         response.content_length = end - start
         await response.prepare(request)
         await send_file(request, response, opened.file, start, end)
@@ -294,7 +294,7 @@ def _range_of(request: web.Request, size: int) -> tuple[int, int]:
     return start, end
 
 
-def _note_range(request: web.Request, response: web.StreamResponse, start: int, end: int, size: int | None) -> None:
+def _record_range(request: web.Request, response: web.StreamResponse, start: int, end: int, size: int | None) -> None:
     if "Range" in request.headers:
         response.set_status(206)
         response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{'*' if size is None else size}"

@@ -91,7 +91,7 @@ async def running_server(config: ServerConfig) -> AsyncIterator[RunningServer]:
     May raise this process's limit of open files. Raises ConfigError if the address cannot be bound.
     """
     app = create_app(config)
-    async with _serving(config, app, config.tls_context(app[METRICS].note_certificates)) as server:
+    async with _serving(config, app, config.tls_context(app[METRICS].record_certificates)) as server:
         yield server
 
 
@@ -139,7 +139,7 @@ async def serve_until_signal(config: ServerConfig) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     app = create_app(config)
-    tokens, tls = app[TOKENS], config.tls_context(app[METRICS].note_certificates)
+    tokens, tls = app[TOKENS], config.tls_context(app[METRICS].record_certificates)
 
     read_again = [each.files.reload for each in (tokens, tls) if isinstance(each, TokenFile | FreshContext)]
     handlers: dict[signal.Signals, Callable[[], object]] = {signal.SIGINT: stop.set, signal.SIGTERM: stop.set}
@@ -304,7 +304,7 @@ class Listener:
             task.add_done_callback(self._opening.discard)
 
     def _refuse(self, sock: socket.socket) -> None:
-        self._metrics.note_failure("a connection", "connections", f"{self._max_connections} are open")
+        self._metrics.record_failure("a connection", "connections", f"{self._max_connections} are open")
         with sock, contextlib.suppress(OSError):
             if self._tls is None:
                 sock.send(_REFUSAL)

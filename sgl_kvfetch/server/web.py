@@ -188,7 +188,7 @@ class PageHandlers:
 
     async def _sample(self) -> None:
         try:
-            self._metrics.note_usage(await self._store.usage())
+            self._metrics.record_usage(await self._store.usage())
         except Exception:  # the next time it may do
             logger.warning("cannot sample what the store does", exc_info=True)
             return
@@ -208,7 +208,7 @@ class PageHandlers:
                 self._folders_until_s = loop.time() + _FOLDERS_AGE_S
             if loop.time() > self._summary_until_s:
                 usage = await self._store.usage()
-                self._metrics.note_usage(usage)
+                self._metrics.record_usage(usage)
                 summary = Summary(
                     time.time(),
                     socket.gethostname(),

@@ -635,7 +635,7 @@ class HttpStore(RemoteStore):
                 return False
             return error.reason not in _CUTS or most_cut is None or state.attempt_number < most_cut
 
-        def note_retry(state: RetryCallState) -> None:
+        def record_retry(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             if isinstance(error, StoreError):
                 options.on_retry(error)
@@ -651,7 +651,7 @@ class HttpStore(RemoteStore):
                     stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
                     wait=wait_random_exponential(options.backoff_s, max=timeout_s),
                     retry=may_help,
-                    before_sleep=note_retry,
+                    before_sleep=record_retry,
                     reraise=True,
                 )
                 return await retrying(translated)

@@ -109,7 +109,7 @@ class IndexedS3Store(S3Store):
             if room < 0:
                 break
             hits.append(SegmentHit(content, first, len(asked)))
-            self._note_use(manifest.key)
+            self._record_use(manifest.key)
         return tuple(hits), {}
 
     async def _contents(
@@ -131,7 +131,7 @@ class IndexedS3Store(S3Store):
     async def _enter(self, content: bytes) -> None:
         with suppress(FormatError):  # no reader will use it
             manifest = decode_manifest(content)
-            self._note_use(manifest.key)
+            self._record_use(manifest.key)
             await self._index.add(manifest)
 
     async def _remove(self, content: bytes) -> None:
@@ -139,7 +139,7 @@ class IndexedS3Store(S3Store):
             manifest = decode_manifest(content)
             await self._index.remove(manifest.heads.folder, entries_of(manifest))
 
-    def _note_use(self, segment: SegmentKey) -> None:
+    def _record_use(self, segment: SegmentKey) -> None:
         self._uses[segment] = time.time()
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save_uses_later())
@@ -152,7 +152,7 @@ class IndexedS3Store(S3Store):
     async def _save_uses(self) -> None:
         uses, self._uses = self._uses, {}
         if uses:
-            await self._quietly(self._index.note_uses(uses))
+            await self._quietly(self._index.record_uses(uses))
 
     async def _quietly(self, work: Coroutine[Any, Any, None]) -> None:
         try:

@@ -193,7 +193,7 @@ class PageIndex:
         entries = [entry.encode() for entry in stale.values()]
         await self._run("removing pages", _DELETE, self._page_keys(folder, list(stale)), entries)
 
-    async def note_uses(self, uses: Mapping[SegmentKey, float]) -> None:
+    async def record_uses(self, uses: Mapping[SegmentKey, float]) -> None:
         """Record when segments were last used, in seconds since the epoch. Kept for a TTL, like pages."""
         await self._run("noting uses", _PUT, self._use_keys(list(uses)), [b"%d" % used for used in uses.values()])
 

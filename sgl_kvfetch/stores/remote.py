@@ -262,7 +262,7 @@ class _Silence:
     longest_s: float = 0.0
 
     def end(self) -> None:
-        """Note that something has come. The next silence begins."""
+        """Record that something has come. The next silence begins."""
         if not self.limit.expired():
             now_s = asyncio.get_running_loop().time()
             self.longest_s = max(self.longest_s, now_s - self.began_s)

@@ -183,7 +183,7 @@ class S3Store(RemoteStore):
             result = await obstore.get_async(self._objects, name, options={"range": (start, start + length)})
         else:
             result = await obstore.get_async(self._objects, name)
-        self._note_version(result.meta)
+        self._record_version(result.meta)
         first, end = result.range
         if end - first > most:
             raise StoreError("too_large", f"getting {name}: {end - first} bytes, the limit is {most}")
@@ -277,11 +277,11 @@ class S3Store(RemoteStore):
     async def _head(self, path: str) -> ObjectMeta | None:
         meta = await self._call(f"looking at {path}", lambda: obstore.head_async(self._objects, path))
         if meta is not None:
-            self._note_version(meta)
+            self._record_version(meta)
         return meta
 
-    def _note_version(self, meta: ObjectMeta) -> None:
-        """Note whether the bucket keeps versions. Where versioning is suspended, they are called ``null``."""
+    def _record_version(self, meta: ObjectMeta) -> None:
+        """Record whether the bucket keeps versions. Where versioning is suspended, they are called ``null``."""
         self.keeps_deleted |= meta["version"] not in (None, "null")
 
     async def delete(self, name: str) -> bool:

@@ -309,15 +309,15 @@ async def sweep_segments(
 
     async def delete_manifest(info: ObjectInfo) -> None:
         with noting_failures(info.name):
-            note(await store.delete(info.name), info.size_bytes)
+            record(await store.delete(info.name), info.size_bytes)
 
     async def delete_data(sizes: Mapping[str, int]) -> None:
         """Delete data objects of a segment, but for those that a writer has named again meanwhile."""
         for name, num_bytes in sizes.items():
             with noting_failures(name):
-                note(await store.delete_unnamed(name), num_bytes)
+                record(await store.delete_unnamed(name), num_bytes)
 
-    def note(existed: bool, num_bytes: int) -> None:
+    def record(existed: bool, num_bytes: int) -> None:
         swept.num_objects += existed
         swept.num_bytes += num_bytes * existed
 

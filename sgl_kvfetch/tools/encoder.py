@@ -340,8 +340,8 @@ class Encoder:
             self._fail(stored.manifest, e)
             return
         if known is not None:
-            self.garbage.note_named(known)
-            self.garbage.note_unnamed(stored.data.keys() - known)
+            self.garbage.record_named(known)
+            self.garbage.record_unnamed(stored.data.keys() - known)
 
     async def _know(self, work: list[ObjectInfo], info: ObjectInfo) -> frozenset[str] | None:
         """Read a manifest if it has changed, and return the names of its data. None if it is gone or failed before.
@@ -385,12 +385,12 @@ class Encoder:
                 raise _Changed
             await self._encode(name, content, self._decode(name, content))
         except _Changed:
-            self._note_change(name)
+            self._record_change(name)
         except KVFetchError as e:
             if not e.concerns_object:
                 raise
             if content is not None and await self._store.get(name) != content:
-                self._note_change(name)
+                self._record_change(name)
             else:
                 self._fail(info, e)
         except Exception as e:
@@ -400,7 +400,7 @@ class Encoder:
             self._num_finished += 1
             self._on_progress(self._num_finished, self._num_wanted)
 
-    def _note_change(self, name: str) -> None:
+    def _record_change(self, name: str) -> None:
         self.tally.num_changed += 1
         logger.info("%s was replaced or deleted by another process", name)
 
@@ -421,10 +421,10 @@ class Encoder:
             if not await self._store.replace(name, new, object_digest(content)):
                 raise _Changed
         except BaseException:
-            self.garbage.note_unnamed(whole.data_names - manifest.data_names)
+            self.garbage.record_unnamed(whole.data_names - manifest.data_names)
             raise
         logger.info("replaced %s", name)
-        self.garbage.note_unnamed(manifest.data_names - whole.data_names)
+        self.garbage.record_unnamed(manifest.data_names - whole.data_names)
         self._encoded.add(name)
         tally = self.tally
         tally.failures.pop(name, None)
@@ -540,12 +540,12 @@ class Garbage:
             return None
         return max(0.0, min(self._unnamed.values()) + self._grace_s - self._clock())
 
-    def note_unnamed(self, names: Iterable[str]) -> None:
+    def record_unnamed(self, names: Iterable[str]) -> None:
         """Record that no manifest names these data objects."""
         for name in names:
             self._unnamed.setdefault(name, self._clock())
 
-    def note_named(self, names: Iterable[str]) -> None:
+    def record_named(self, names: Iterable[str]) -> None:
         """Record that manifests name these data objects."""
         for name in names:
             self._unnamed.pop(name, None)

@@ -244,7 +244,7 @@ class Verifier:
             content = await self.store.get(info.name)
             if content is None:
                 raise _Gone
-            self._note_read(info.size_bytes)
+            self._record_read(info.size_bytes)
             manifest = decode_named_manifest(content, info.name)
             if self.keys and not manifest.is_encrypted:
                 self._add(info.name, "is not encrypted")
@@ -275,7 +275,7 @@ class Verifier:
                     await self._require_present(manifest)
                     self._add(name, "missing, though its manifest names it")
                     return
-                self._note_read(len(content))
+                self._record_read(len(content))
                 check.add(content)
                 await self._decode(name, piece, content)
         except StoreError as e:
@@ -359,7 +359,7 @@ class Verifier:
             pass
         raise _Gone
 
-    def _note_read(self, num_bytes: int) -> None:
+    def _record_read(self, num_bytes: int) -> None:
         self.report.read_bytes += num_bytes
         self.on_read(num_bytes)
 

@@ -11,17 +11,17 @@ import pytest
 from harness.metrics import own_metric
 from sgl_kvfetch import log, metrics
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.metrics import count_miss, log_failure, miss, note, note_success, noted_here
+from sgl_kvfetch.metrics import count_miss, log_failure, miss, reasons_here, record_reason, record_success
 from sgl_kvfetch.reasons import ADVICE, Reason
 
 
 def test_each_request_has_its_own_reasons() -> None:
     async def serve(reason: str, both_begun: asyncio.Barrier) -> list[str]:
-        reasons = noted_here()
+        reasons = reasons_here()
         await both_begun.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(asyncio.to_thread(miss, "fetch", reason))
-        note("sooner")
+        record_reason("sooner")
         return reasons
 
     async def run() -> list[list[str]]:
@@ -31,7 +31,7 @@ def test_each_request_has_its_own_reasons() -> None:
     before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="late")
     assert asyncio.run(run()) == [["late", "sooner"], ["timeout", "sooner"]]
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="late") == before + 1
-    note("nobody's")
+    record_reason("nobody's")
 
 
 class Clock:
@@ -76,16 +76,16 @@ def test_a_killed_store_is_told_once_and_so_is_its_return(clock: Clock, caplog: 
     [(level, message)] = told(caplog)
     assert level == "WARNING"
     assert message.endswith("(6 times since it began)")
-    note_success("fetch")  # from memory, perhaps
+    record_success("fetch")  # from memory, perhaps
     assert not told(caplog)
-    note_success("lookup")
-    note_success("lookup")
+    record_success("lookup")
+    record_success("lookup")
     [(level, message)] = told(caplog)
     assert (level, message) == ("INFO", "kvfetch: the store works again after 604 s (refused, 6 times)")
     # What comes and goes is told once a minute.
     for _ in range(10):
         killed("lookup")
-        note_success("lookup")
+        record_success("lookup")
     assert not told(caplog)
     clock.now_s += 61
     killed("write")
@@ -96,7 +96,7 @@ def test_a_token_that_may_only_read_is_no_better_when_lookups_work(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     count_miss("write", StoreError("unauthorised", "status 403"))
-    note_success("lookup")
+    record_success("lookup")
     assert [level for level, _ in told(caplog)] == ["WARNING"]
-    note_success("write")
+    record_success("write")
     assert [level for level, _ in told(caplog)] == ["INFO"]

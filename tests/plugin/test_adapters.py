@@ -44,7 +44,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     normalise = LoRAAdapter._normalize_weights
 
     def note_and_normalise(adapter: LoRAAdapter) -> None:
-        adapters.note_adapter(adapter)
+        adapters.record_adapter(adapter)
         normalise(adapter)
 
     monkeypatch.setattr(LoRAAdapter, "_normalize_weights", note_and_normalise)

@@ -187,7 +187,7 @@ class Waiting:
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle: bool) -> None:
     idle: list[bool] = []
-    backend = SimpleNamespace(meter=PrefillMeter(), note_idle_engine=lambda: idle.append(True))
+    backend = SimpleNamespace(meter=PrefillMeter(), record_idle_engine=lambda: idle.append(True))
     controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
     running = SimpleNamespace(is_empty=lambda: is_idle)
     scheduler = SimpleNamespace(

@@ -80,7 +80,7 @@ def test_a_tree_with_pages_of_former_weights_is_not_attached_to() -> None:
     weight_updates.weights_change("UpdateWeights")
     with pytest.raises(UnsupportedError, match="flush it"):
         weight_updates.require_no_former_pages()
-    hooks.note_empty_tree(None, None)
+    hooks.record_empty_tree(None, None)
     weight_updates.require_no_former_pages()
 
 
@@ -165,7 +165,7 @@ def test_an_update_that_raises_may_have_changed_weights() -> None:
 
 def test_a_tree_that_an_update_empties_holds_no_former_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_may_have_changed", lambda *args: True)
-    hooks.watch_disk_update(lambda *args: hooks.note_empty_tree(None, None), None, UpdateWeightsFromSomewhere())
+    hooks.watch_disk_update(lambda *args: hooks.record_empty_tree(None, None), None, UpdateWeightsFromSomewhere())
     weight_updates.require_no_former_pages()
 
 

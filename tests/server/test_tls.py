@@ -17,7 +17,7 @@ from harness.small_segments import FOLDER, data_object, make_segment, page_hashe
 from harness.waiting import until
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.metrics import note_certificates
+from sgl_kvfetch.metrics import record_certificates
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.run import running_server
@@ -249,7 +249,7 @@ SERVE = """
 import logging, sys
 from pathlib import Path
 from sgl_kvfetch import user_files
-from sgl_kvfetch.metrics import note_certificates
+from sgl_kvfetch.metrics import record_certificates
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.run import run_server
@@ -282,11 +282,11 @@ async def test_metrics_say_when_certificates_end(tmp_path: Path) -> None:
     tls = TlsFiles(files.files.ca, files.files.cert, on_ends=found.update)
     assert tls.context()
     assert found == ends_of(tmp_path / "client.pem", tmp_path / "ca.pem")
-    note_certificates(found)
+    record_certificates(found)
     for file in ("cert", "ca"):
         assert own_metric("sgl_kvfetch_certificate_end_timestamp_seconds", file=file) == found[file]
     metrics = ServerMetrics()
-    files.config().tls_context(metrics.note_certificates)
+    files.config().tls_context(metrics.record_certificates)
     for file, end_s in ends_of(tmp_path / "server.pem", tmp_path / "client_ca.pem").items():
         value = metrics.registry.get_sample_value("kvfetch_server_certificate_end_timestamp_seconds", {"file": file})
         assert value == end_s

@@ -143,7 +143,7 @@ async def test_calls_follow_a_failover(
     """Many at the same time, each on a connection of its own that the old primary keeps. It is a replica now, and
     answers reads, too, with an error if it has lost its primary."""
     await pages.add(SEGMENT.manifest)
-    await pages.note_uses({KEY: 5.0})
+    await pages.record_uses({KEY: 5.0})
     await asyncio.gather(*(call(pages) for _ in range(20)))
     assert service.num_connections > 1
     await asyncio.to_thread(fail_over, *pair)

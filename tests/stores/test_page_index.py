@@ -256,7 +256,7 @@ async def use_all(server: RedisProcess, rights: list[str]) -> None:
             await add(index, 0, 4)
             assert await index.find(FOLDER, CHAIN[:4]) == entries(0, 4)
             key = make_segment(CHAIN, 0, 4).manifest.key
-            await index.note_uses({key: 7.0})
+            await index.record_uses({key: 7.0})
             assert await index.last_uses([key]) == [7.0]
             await index.remove(FOLDER, dict(zip(CHAIN, entries(0, 4), strict=False)))
             assert await index.find(FOLDER, CHAIN[:4]) == [None] * 4

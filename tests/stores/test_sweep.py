@@ -54,7 +54,7 @@ def keys(segments: list[StoredSegment]) -> list[object]:
 @pytest.mark.process
 async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: RedisProcess) -> None:
     now = time.time()
-    await store._index.note_uses({KEYS[0]: now + 300, KEYS[1]: now + 100, KEYS[2]: now + 200})
+    await store._index.record_uses({KEYS[0]: now + 300, KEYS[1]: now + 100, KEYS[2]: now + 200})
     plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
     assert keys(plan.evicted) == [KEYS[1]]
     assert plan.oldest_use_s == pytest.approx(now + 200, abs=1)
@@ -97,16 +97,16 @@ async def test_a_use_is_saved_that_comes_while_others_are_saved(
 ) -> None:
     monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
     store = opened(s3, index.url)
-    note_uses, saved = store._index.note_uses, []
+    record_uses, saved = store._index.record_uses, []
 
     async def note_another(uses: Mapping[SegmentKey, float]) -> None:
         saved.append(list(uses))
         if len(saved) == 1:
-            store._note_use(KEYS[1])
-        await note_uses(uses)
+            store._record_use(KEYS[1])
+        await record_uses(uses)
 
-    monkeypatch.setattr(store._index, "note_uses", note_another)
-    store._note_use(KEYS[0])
+    monkeypatch.setattr(store._index, "record_uses", note_another)
+    store._record_use(KEYS[0])
     await until(lambda: len(saved) == 2)
     assert saved[1] == [KEYS[1]]
     await store.close()

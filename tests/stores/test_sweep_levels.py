@@ -50,7 +50,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) ->
     for number in range(NUM):
         await commit_segment(store, chain(number))
         if isinstance(store, IndexedS3Store):
-            await store._index.note_uses({chain(number).manifest.key: time.time() + 10 * number})
+            await store._index.record_uses({chain(number).manifest.key: time.time() + 10 * number})
     yield store
     await store.close()
 

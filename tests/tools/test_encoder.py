@@ -445,7 +445,7 @@ class TestGarbage:
         await commit_segment(local, segment)
         await local.put(name, data)
         garbage = Garbage(local, 10, clock=lambda: now)
-        garbage.note_unnamed([name])
+        garbage.record_unnamed([name])
         assert garbage.due_in_s == 10
         now = 10.0
         assert await local.replace(made.manifest.key.manifest_name, made.manifest.encode(), digest(segment))
@@ -466,7 +466,7 @@ class TestGarbage:
             put_s = manifest.modified_s + age_s
             os.utime(local.root / name, (put_s, put_s))
             garbage = Garbage(local, grace_s=0)
-            garbage.note_unnamed([name])
+            garbage.record_unnamed([name])
             await garbage.delete_due()
             assert (await local.head(name) is not None) == stays
             assert len(garbage) == 0
@@ -485,7 +485,7 @@ class TestGarbage:
         for segment in (first, second):
             await commit_segment(store, segment)
             await commit_segment(store, transcode(segment.manifest, segment.data, HEVC))
-            garbage.note_unnamed([segment.data_name])
+            garbage.record_unnamed([segment.data_name])
         now = 10.0
         with pytest.raises(StoreError, match="as told"):
             await garbage.delete_due()

@@ -37,7 +37,7 @@ def s3(s3: S3Server) -> S3Server:
 def test_a_bucket_with_an_index(s3: S3Server) -> None:
     async def use_all_but_the_second(redis: RedisProcess) -> None:
         pages = PageIndex(IndexOptions(redis.url, timeout_s=WAIT_S), URL)
-        await pages.note_uses({KEYS[0]: 4e9, KEYS[2]: 4e9})
+        await pages.record_uses({KEYS[0]: 4e9, KEYS[2]: 4e9})
         await pages.close()
 
     with RedisProcess() as redis:

@@ -78,12 +78,12 @@ def find_addend(
     """
     outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []  # of modules, in the order in which they end
 
-    def note(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+    def record(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
         outputs.append((module, output))
         return output.clone()  # which the layer may change in place
 
     hidden = hidden.detach().requires_grad_(True)
-    with _outputs_changed(layer, note):
+    with _outputs_changed(layer, record):
         kv = run(hidden).kv
     of_attention = [
         i

@@ -185,11 +185,11 @@ class LayeredModel:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return what the first layer gets for a sequence, float32 ``(tokens, hidden)``."""
-        return self._note_calls(ids, 0)[0][0].float().cpu()
+        return self._record_calls(ids, 0)[0][0].float().cpu()
 
     def calls(self, num_tokens: int, num_past: int = 0) -> Calls:
         """Return how layers are called for ``num_tokens`` tokens after ``num_past`` others."""
-        return self._note_calls(torch.zeros(num_tokens, dtype=torch.long), num_past)[1]
+        return self._record_calls(torch.zeros(num_tokens, dtype=torch.long), num_past)[1]
 
     @torch.no_grad()
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -209,11 +209,11 @@ class LayeredModel:
                 layer.forget()
 
     @torch.no_grad()
-    def _note_calls(self, ids: torch.Tensor, num_past: int) -> tuple[torch.Tensor, Calls]:
+    def _record_calls(self, ids: torch.Tensor, num_past: int) -> tuple[torch.Tensor, Calls]:
         """Return what the first layer gets, ``(1, tokens, hidden)``, and how layers are called."""
         noted: list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
 
-        def note(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             noted.append((hidden, args, kwargs))
             return self._returned(hidden)
 
@@ -221,7 +221,7 @@ class LayeredModel:
             raise _Stop
 
         with _stopped_by(self._model.get_output_embeddings().register_forward_pre_hook(stop)):
-            self._run([note] * self.num_layers, ids, num_past)
+            self._run([record] * self.num_layers, ids, num_past)
         if len(noted) != self.num_layers or any(x.shape != noted[0][0].shape for x, _, _ in noted):
             raise UnsupportedError(f"{self.path}: it does not call each of its {self.num_layers} layers once")
         return noted[0][0], [(args, kwargs) for _, args, kwargs in noted]
@@ -252,7 +252,7 @@ class LayeredModel:
 
     def _require_calls_of_any_tokens(self, ids: torch.Tensor) -> None:
         """Raise UnsupportedError if layers get arguments that depend on the tokens: `calls` has none of those."""
-        for found, expected in zip(self._note_calls(ids, 0)[1], self.calls(len(ids)), strict=True):
+        for found, expected in zip(self._record_calls(ids, 0)[1], self.calls(len(ids)), strict=True):
             for x, y in zip((*found[0], *found[1].values()), (*expected[0], *expected[1].values()), strict=True):
                 if isinstance(x, torch.Tensor) and not torch.equal(x, y):
                     raise UnsupportedError(f"{self.path}: its layers get more of each token than hidden states")

@@ -67,7 +67,7 @@ class AheadReader:
         return task
 
     def leave_out(self, unit: ReadUnit) -> None:
-        """Note that a fetch reads this unit's span: what is left of it is not read ahead any more."""
+        """Record that a fetch reads this unit's span: what is left of it is not read ahead any more."""
         for lookup in self._lookups:
             lookup.taken.add(unit.span_key)
 

@@ -248,7 +248,7 @@ class _RunningFetch:
         self._cells_left[part] -= num_cells
 
     def take_kept(self, part: int) -> None:
-        """Note that a part is in memory, as its pool takes it."""
+        """Record that a part is in memory, as its pool takes it."""
         taken = self.parts[part]
         self.num_unasked -= taken.reader.cells_per_span
         self.restored(part, taken.reader.cells_per_span)

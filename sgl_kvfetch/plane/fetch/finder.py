@@ -36,7 +36,7 @@ from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SidePlace, decode_manifest, open_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.metrics import count_miss, counted, miss, note
+from sgl_kvfetch.metrics import count_miss, counted, miss, record_reason
 from sgl_kvfetch.plane.choice import FetchOrder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -251,7 +251,7 @@ class PageFinder:
         """Find the longest run of these pages, in memory and then in the store. ``position``: of the first one in the
         sequence, if that is known. Raises StoreError, TimeoutError."""
         if self._is_off:
-            note(Reason.AUDITED)
+            record_reason(Reason.AUDITED)
             return []
         known = self._in_place(self._memory.find(hashes), position)
         if len(known) < len(hashes):
@@ -263,7 +263,7 @@ class PageFinder:
                     raise
                 self._on_fault(e if isinstance(e, StoreError) else StoreError("timeout", "no answer to a lookup"))
         if known and len(known) < len(hashes) and _leaves(known[-1], hashes[len(known)]):
-            note(Reason.DIVERGES)
+            record_reason(Reason.DIVERGES)
             metrics.DIVERGED_PAGES.inc(len(hashes) - len(known))
         self._remember(hashes, known)
         return known
@@ -354,7 +354,7 @@ class PageFinder:
     async def _look_up(self, heads: HeadSlice, hashes: Sequence[bytes]) -> list[PageSource]:
         async with self._asking:
             lookup = await self._store.lookup(heads.folder, hashes)
-            metrics.note_success("lookup")
+            metrics.record_success("lookup")
             metrics.WIRE_BYTES.labels("lookup").inc(sum(len(hit.manifest) for hit in lookup.hits))
             metrics.STORE_DOWN.set(self.is_paused)
             async with self._decoding:
@@ -381,7 +381,7 @@ class PageFinder:
             breaker.failed(time.monotonic())
         else:
             breaker.succeeded()
-            metrics.note_success("fetch")
+            metrics.record_success("fetch")
 
     def turn(self, *, is_on: bool) -> None:
         """Find nothing from now on, since what is stored is wrong; or find pages again."""
@@ -547,9 +547,9 @@ class StoredPrompts:
         return sources, usable
 
     def leave_to_engine(self, sources: Sequence[PageSource]) -> None:
-        """Note that computing these pages is sooner. The link is measured again all the same, now and then."""
+        """Record that computing these pages is sooner. The link is measured again all the same, now and then."""
         self.tasks.begin(self.client.fetcher.probe(sources))
-        note(Reason.SOONER)
+        record_reason(Reason.SOONER)
 
     def put_sides(self, sides: Mapping[SideKey, bytearray], ends: ExitStack) -> m.SidePages | None:
         """Put side pages into shared memory, until ``ends`` is closed; None, which is a miss, if there is no room."""

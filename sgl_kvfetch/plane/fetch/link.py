@@ -151,7 +151,7 @@ class Link:
         self._num_outstanding += 1
 
     def give_up(self) -> None:
-        """Note that a transfer is given up, before it ends."""
+        """Record that a transfer is given up, before it ends."""
         now_s = self._clock()
         if (bound_bps := self._bps_since_change(now_s)) < math.inf:
             self._bound_bps, self._bounded_s = bound_bps, now_s

@@ -38,7 +38,7 @@ class DecodeRates:
         )
 
     def add(self, coding: str, num_integers: int, size_bytes: int, seconds: float) -> None:
-        """Note that a session took ``seconds`` for so many integers, of ``size_bytes`` as they are coded."""
+        """Record that a session took ``seconds`` for so many integers, of ``size_bytes`` as they are coded."""
         self._measured.append((size_bytes, seconds))
         self._by_coding[coding].append((num_integers, seconds))
 

@@ -42,7 +42,7 @@ class Tails:
         return found
 
     def forget(self, key: SegmentKey) -> None:
-        """Note that a segment is not as it was written any more."""
+        """Record that a segment is not as it was written any more."""
         if (held := self._by_end.get(key.last_page_hash)) is not None and held.manifest.key == key:
             self._drop(held)
 

@@ -189,7 +189,7 @@ class Writer:
                 coded = await self._encode_and_commit(segment)
             result = "stored" if coded else "known"
             if coded:
-                metrics.note_success("write")
+                metrics.record_success("write")
         except QuantiseError as e:
             result = "dropped_invalid"
             _limited.warning("quantise", f"segment of {num_pages} pages not written: {e}")

@@ -239,7 +239,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return prefixes.step()
 
     def batch_ended(self, batch: Any, now_s: float) -> None:
-        """Note that SGLang has processed the result of a batch."""
+        """Record that SGLang has processed the result of a batch."""
         self.prefill_meter.finished(batch, now_s)
         self.prefixes.computed(batch.reqs)
 
@@ -257,7 +257,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [num_pages] if num_pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Note what a request's next batch copies from its staged prefix, and to which slots. Nothing is copied yet."""
+        """Record what a request's next batch copies of its staged prefix, and to which slots. Nothing is copied yet."""
         parts = self._parts
         assert parts is not None
         transfer = _kv(transfers)

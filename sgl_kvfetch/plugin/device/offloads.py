@@ -124,7 +124,7 @@ class Offloads:
         self._queue.append(_Offload([side for transfer in sides for side in self._side_pages(transfer)]))
 
     def loaded(self, sides: Iterable[PoolTransfer]) -> None:
-        """Note that side pages came from the store."""
+        """Record that side pages came from the store."""
         self._stored.add(_side_hash(*side[:2]) for transfer in sides for side in self._side_pages(transfer))
 
     def _side_pages(self, transfer: PoolTransfer) -> Iterable[tuple[str, str, torch.Tensor]]:
@@ -133,7 +133,7 @@ class Offloads:
         return ((name, key, each) for key, each in zip(keys, slots, strict=True))
 
     def looked_up(self, hashes: Sequence[str], num_found: int) -> None:
-        """Note that the store has so many of these pages, from the first on."""
+        """Record that the store has so many of these pages, from the first on."""
         self._stored.add(hashes[:num_found])
         others = hashes[num_found:]
         self._stored.remove(
@@ -141,7 +141,7 @@ class Offloads:
         )
 
     def forget_stored(self) -> None:
-        """Note that the store may have no pages."""
+        """Record that the store may have no pages."""
         self._stored.clear()
 
     def step(self, tree: Any, wanted_tokens: Callable[[], float]) -> None:

@@ -330,17 +330,17 @@ class Prefixes:
         return prefix.work, prefix.state.values.of_pages(range(first, first + len(hashes)), self._page_size)
 
     def begin_loads(self) -> None:
-        """Note that the batch of all who were admitted begins."""
+        """Record that the batch of all who were admitted begins."""
         self._taken = {rid: Loading(taken.prefix) for rid, taken in self._taken.items()}
 
     def computed(self, reqs: Iterable[Any]) -> None:
-        """Note that the requests of a batch have computed."""
+        """Record that the requests of a batch have computed."""
         for req in reqs if self._taken else ():
             if isinstance(self._taken.get(req.rid), Loading):
                 self.end_load(req.rid)
 
     def end_load(self, rid: str) -> None:
-        """Note that the pages of a request are in the tree, or will not be."""
+        """Record that the pages of a request are in the tree, or will not be."""
         if (taken := self._taken.pop(rid, None)) is not None:  # or all have been dropped
             self._orphans += self._bring_no_more(taken.prefix, taken.prefix.hashes)
 
@@ -354,7 +354,7 @@ class Prefixes:
             self._remove(prefix)
 
     def landed(self, hashes: Sequence[str]) -> None:
-        """Note that pages have joined the tree."""
+        """Record that pages have joined the tree."""
         for page_hash in hashes:
             self._bringing.pop(page_hash, None)
             for follower in self._followers.pop(page_hash, ()):
@@ -453,7 +453,7 @@ class Prefixes:
         values = prefix.state.values
         reason = values.reason or ("cancelled" if end in ("aborted", "flushed") else "")
         if prefix.hashes:
-            status.note(prefix.request.id, prefix.hashes, values.num_found, values.num_pages, reason)
+            status.record(prefix.request.id, prefix.hashes, values.num_found, values.num_pages, reason)
         timeline.add(
             prefix.request,
             "parked",

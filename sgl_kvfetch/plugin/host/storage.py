@@ -196,12 +196,12 @@ class _Prefetch:
     def why_given_up(self) -> str:
         return "cancelled" if self.is_stopping() else self.given_up()
 
-    def note_shortfall(self, keys: Sequence[str], num_served: int, reason: str) -> None:
-        """Note that only the first ``num_served`` pages of a fetch were served."""
+    def record_shortfall(self, keys: Sequence[str], num_served: int, reason: str) -> None:
+        """Record that only the first ``num_served`` pages of a fetch were served."""
         hashes = self.hashes if keys[0] in self.hashes else keys
         last = self.last_hash if self.last_hash in hashes else keys[-1]
         num_before, num_found = hashes.index(keys[0]), hashes.index(last) + 1
-        status.note_shortfall(self.request_id, hashes, num_found, num_before + num_served, reason)
+        status.record_shortfall(self.request_id, hashes, num_found, num_before + num_served, reason)
 
 
 class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
@@ -302,7 +302,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._looked_up_for = label_of_request(request_id)
 
     def begin_transfer(self, operation: Any, is_stopping: Callable[[], bool]) -> None:
-        """Note how long SGLang waits for the fetches of a ``PrefetchOperation``. It makes them next, on this thread.
+        """Record how long SGLang waits for the fetches of a ``PrefetchOperation``. It makes them next, on this thread.
 
         SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights,
         which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
@@ -321,8 +321,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             given_up=lambda: patience.reason(operation) if operation.is_terminated() else "",
         )
 
-    def note_idle_engine(self) -> None:
-        """Note that the engine has nothing to compute."""
+    def record_idle_engine(self) -> None:
+        """Record that the engine has nothing to compute."""
         self._was_idle = True
 
     def _tell_idle(self) -> bool:
@@ -352,7 +352,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                     trailing=trailing_pages([*transfers, *self._sides.with_kv((), _NO_INDICES)]),
                 )
                 result = self._plane.look_up(asked).result(self._config.lookup_timeout_s + _GRACE_S)
-                status.note(self._looked_up_for, keys, result.num_found, result.num_pages, result.reason)
+                status.record(self._looked_up_for, keys, result.num_found, result.num_pages, result.reason)
                 return result
         return Found(0)
 
@@ -425,7 +425,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 message = f"kvfetch fetch of {len(keys)} pages given up ({given_up}) after {after_s:.1f} s"
                 _limited.warning(given_up, f"{message}: {GIVEN_UP[given_up]}")
         if num_pages < len(keys):
-            prefetch.note_shortfall(keys, num_pages, reason or "timeout")
+            prefetch.record_shortfall(keys, num_pages, reason or "timeout")
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return [page < num_pages for page in range(len(keys))]

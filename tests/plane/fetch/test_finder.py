@@ -25,7 +25,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import Troubles
-from sgl_kvfetch.metrics import noted_here
+from sgl_kvfetch.metrics import reasons_here
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
@@ -69,7 +69,7 @@ async def test_pages_that_leave_a_stored_prompt_are_counted(
     store: LocalStore, shared: int, others: int, diverged: int
 ) -> None:
     pages, faults = finder(store)
-    before, reasons = own_metric("sgl_kvfetch_diverged_pages_total"), noted_here()
+    before, reasons = own_metric("sgl_kvfetch_diverged_pages_total"), reasons_here()
     hashes = [*page_hashes(NUM_PAGES)[:shared], *(bytes([i]) * 32 for i in range(others))]
     assert len(await pages.find_pages(hashes, WAIT_S)) == shared
     assert own_metric("sgl_kvfetch_diverged_pages_total") - before == diverged
