@@ -43,7 +43,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.store import WHOLE_SPANS
 from sgl_kvfetch.protocol.arena import Line, StagedValues
-from sgl_kvfetch.protocol.messages import Found, Stage, Start
+from sgl_kvfetch.protocol.messages import Found, LookUp, Start
 from sgl_kvfetch.stores.open import open_remote
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
@@ -232,7 +232,7 @@ def write_pages(plane: DataPlane, hashes: Sequence[bytes], pages: ReadPages) -> 
 
 
 def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
-    return plane.look_up(Stage(0, b"".join(hashes), is_read_ahead=True)).result()
+    return plane.look_up(LookUp(0, b"".join(hashes))).result()
 
 
 if __name__ == "__main__":

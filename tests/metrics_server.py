@@ -27,7 +27,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine.data_plane import DataPlane
 from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
 from sgl_kvfetch.protocol.arena import SharedPool
-from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage, Start
+from sgl_kvfetch.protocol.messages import FetchPages, Found, LookUp, Start
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 NUM_PAGES = 8
@@ -48,7 +48,7 @@ def open_plane(url: str) -> DataPlane:
 
 
 def look_up(plane: DataPlane, hashes: list[bytes]) -> Found:
-    return plane.look_up(Stage(0, b"".join(hashes), is_read_ahead=True)).result(WAIT_S)
+    return plane.look_up(LookUp(0, b"".join(hashes))).result(WAIT_S)
 
 
 def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:

@@ -224,7 +224,7 @@ class DataPlane:
 
     # Reading
 
-    def look_up(self, command: m.Stage) -> Awaited[m.Found]:
+    def look_up(self, command: m.LookUp) -> Awaited[m.Found]:
         """Find the longest stored run of some pages, and read it ahead, as host mode does."""
         return self._peer.ask(command, m.Found(0))
 

@@ -1,7 +1,7 @@
 """Host mode: reads prompts ahead, and restores them right into SGLang's host pool.
 
-SGLang first wants to know how many pages there are (`messages.Stage`), then finds room in its host pool, and then takes
-the pages in batches, prompt by prompt (`messages.FetchPages`), and side pages pool by pool (`messages.FetchSide`). So a
+SGLang first asks how many pages there are (`messages.LookUp`), then finds room in its host pool, and then takes the
+pages in batches, prompt by prompt (`messages.FetchPages`), and side pages pool by pool (`messages.FetchSide`). So a
 lookup only begins to read bytes, as far as the budget allows, and leaves no state here: the finder remembers what was
 found, the fetcher what was read, and the order which prompt comes next. A fetch has two states:
 
@@ -33,7 +33,7 @@ from sgl_kvfetch.protocol import Emit, StridedPages, messages as m
 
 
 class Prefetcher:
-    """Carries out `messages.Stage` of host mode, `FetchPages` and `FetchSide`. Belongs to one event loop."""
+    """Carries out `messages.LookUp`, `FetchPages` and `FetchSide`. Belongs to one event loop."""
 
     def __init__(self, prompts: StoredPrompts, answer: Emit, pool: StridedPages) -> None:
         """``answer``: as for `Service`. ``pool``: where fetched pages go."""
@@ -42,7 +42,7 @@ class Prefetcher:
         self._under_way: dict[int, asyncio.Task[None]] = {}  # fetches, by number
         self._lying: dict[int, ExitStack] = {}  # side pages in shared memory, by number
 
-    def look_up(self, command: m.Stage) -> None:
+    def look_up(self, command: m.LookUp) -> None:
         if command.is_idle:
             self._order.engine.clear()
         self._prompts.tasks.begin(self._look_up(command))
@@ -65,7 +65,7 @@ class Prefetcher:
         elif work in self._lying:
             self._lying.pop(work).close()
 
-    async def _look_up(self, command: m.Stage) -> None:
+    async def _look_up(self, command: m.LookUp) -> None:
         """Look pages up, and begin to read those that are to be fetched."""
         hashes = split_hashes(command.hashes)
         sources: list[PageSource] = []

@@ -110,7 +110,7 @@ class Service:
     def serve(self, command: m.Command) -> None:
         """Begin to carry out a command. Never waits."""
         match command:
-            case m.Stage() if command.is_read_ahead:
+            case m.LookUp():
                 self._prefetcher.look_up(command)
             case m.Stage():
                 self._stager.begin(command)

@@ -233,7 +233,7 @@ class _Turns:
 
 
 class Stager:
-    """Carries out `messages.Stage` of device mode. Belongs to one event loop."""
+    """Carries out `messages.Stage`. Belongs to one event loop."""
 
     def __init__(self, prompts: StoredPrompts, answer: Emit, *, takes_code: bool) -> None:
         """``answer``: as for `Service`. ``takes_code``: as in `messages.Start`."""

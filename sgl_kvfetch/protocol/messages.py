@@ -128,18 +128,13 @@ class Start(_Message, frozen=True):
 
 
 class Stage(_Message, frozen=True):
-    """Bring the longest stored run of these pages near, unless the engine would compute it sooner. ``hashes``: 32 bytes
-    per page.
-
-    In device mode, the pages are restored into shared memory, where the engine takes them: `Staged` answers. In host
-    mode (``is_read_ahead``) SGLang says only later where the values go, and they are ten times as large as what is
-    stored of them. So their bytes are read ahead, `Found` answers before they have come, and `FetchPages` restores
-    them.
+    """Restore the longest stored run of these pages into shared memory, where the engine takes it, unless that would
+    compute it sooner: `Staged` answers, in device mode. ``hashes``: 32 bytes per page.
 
     ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
     empty if it has not been measured. ``is_idle``: whether the engine has had nothing to compute since it last asked.
     ``request_id``, ``traceparent``: as of `timeline.Request`. ``trailing``: side pools that the run needs, each with
-    the number of its last pages that must be there; 0 for all. In device mode, these side pages are staged, too.
+    the number of its last pages that must be there; 0 for all. These side pages are staged, too.
     """
 
     work: int
@@ -148,8 +143,13 @@ class Stage(_Message, frozen=True):
     request_id: str = ""
     traceparent: str = ""
     is_idle: bool = False
-    is_read_ahead: bool = False
     trailing: dict[str, int] = {}
+
+
+class LookUp(Stage, frozen=True):
+    """Read the bytes of such a run ahead: `Found` answers before they have come. In host mode, SGLang says only later
+    where the values go, and they are ten times as large as what is stored of them: `FetchPages` restores them, and
+    `FetchSide` brings side pages."""
 
 
 def is_for_its_end(trailing: Mapping[str, int]) -> bool:
@@ -163,7 +163,7 @@ class FetchPages(_Message, frozen=True):
     `Fetched` answers. Before that, any of these places may be written to.
 
     ``deadline_s``: in time.monotonic(). ``is_first``, ``is_last``: whether they are the first or the last ones that the
-    engine takes of a `Stage`. ``is_divisible``: whether some of them are of use without the others; then the fetch ends
+    engine takes of a `LookUp`. ``is_divisible``: whether some of them are of use without the others: the fetch ends
     when the engine would compute the rest sooner. ``is_idle``: as in `Stage`.
     """
 
@@ -277,7 +277,7 @@ class Refused(_Message, frozen=True):
 
 
 class Found(_Message, frozen=True):
-    """The result of a `Stage` of host mode: ``num_found`` pages are stored, and the first ``num_pages`` are read ahead.
+    """The result of a `LookUp`: ``num_found`` pages are stored, and the first ``num_pages`` are read ahead.
 
     ``reason``: the first `reasons.Reason` why pages are missing; "" if they are merely not stored. If side pools are
     needed, ``lengths`` has all the runs that could be used, in pages, and ``stored`` how long the longest run would be
@@ -303,7 +303,7 @@ class Fetched(_Message, frozen=True):
 
 
 class Staged(_Message, frozen=True):
-    """The result of a `Stage` of device mode: ``num_found`` pages are stored, of which the first ``num_pages`` are
+    """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are
     restored and verified. ``reason``: as in `Found`.
 
     In shared memory, until `Unstage`, a region for all pages that were found is at ``offset``: see
@@ -363,6 +363,7 @@ Command = (
     TakeProfile
     | Start
     | Stage
+    | LookUp
     | FetchPages
     | FetchSide
     | Unstage

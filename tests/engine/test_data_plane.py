@@ -93,8 +93,8 @@ def start_of(url: str, **config: object) -> Start:
     return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
 
 
-def read_ahead(hashes: Sequence[bytes]) -> m.Stage:
-    return m.Stage(0, b"".join(hashes), is_read_ahead=True)
+def read_ahead(hashes: Sequence[bytes]) -> m.LookUp:
+    return m.LookUp(0, b"".join(hashes))
 
 
 def all_of(hashes: Sequence[bytes], timeout_s: float = WAIT_S) -> m.FetchPages:

@@ -35,7 +35,7 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
         require_equal(
             seen,
             [
-                "SGLang -> event loop: Stage",
+                "SGLang -> event loop: LookUp",
                 "event loop -> kvfetch-data: Found",
                 "kvfetch-data -> SGLang: Found, by a future",
                 "SGLang -> event loop: FetchPages",

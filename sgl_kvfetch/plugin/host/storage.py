@@ -56,7 +56,7 @@ from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expi
 from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import SharedPool, parse_config
-from sgl_kvfetch.protocol.messages import FetchPages, Found, Stage
+from sgl_kvfetch.protocol.messages import FetchPages, Found, LookUp
 from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
@@ -343,12 +343,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
         if keys and self.access.reads:
             with counted("lookup"):
-                asked = Stage(
+                asked = LookUp(
                     0,
                     b"".join(hash_bytes(keys)),
                     tuple(self.meter.speed.saved_s(len(keys), self._pages.geometry.page_size)),
                     is_idle=self._tell_idle(),
-                    is_read_ahead=True,
                     trailing=trailing_pages([*transfers, *self._sides.with_kv((), _NO_INDICES)]),
                 )
                 result = self._plane.look_up(asked).result(self._config.lookup_timeout_s + _GRACE_S)

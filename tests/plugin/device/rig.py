@@ -40,7 +40,7 @@ from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.device.pools import DevicePages, EnginePools, SlotPages
-from sgl_kvfetch.protocol.messages import Stage
+from sgl_kvfetch.protocol.messages import LookUp
 from sgl_kvfetch.protocol.quantiser import config_quantiser
 from sgl_kvfetch.stores.base import WrappedStore
 from sgl_kvfetch.types import TENSORS
@@ -316,7 +316,7 @@ class Rig:
 
     def hear_plane(self) -> None:
         """Wait until the data plane has done all that it was told so far."""
-        self.settle(self.parts.plane.look_up(Stage(0, b"", is_read_ahead=True)).done)
+        self.settle(self.parts.plane.look_up(LookUp(0, b"")).done)
 
     def flush(self) -> None:
         self.cache.reset()
