@@ -75,11 +75,11 @@ from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger, printable
 from sgl_kvfetch.metrics import record_reason
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
-from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.fetcher import PoolPages
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.pool import lower_priority
 from sgl_kvfetch.plane.profiles import cache_folder
+from sgl_kvfetch.plane.store import StoreClient
 from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
 from sgl_kvfetch.plane.write.writer import delete_segment
 from sgl_kvfetch.processes import use_one_thread
@@ -87,7 +87,6 @@ from sgl_kvfetch.protocol import StridedPages
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import DRIFTS, RECENT_AUDITS, Audits, length_of
-from sgl_kvfetch.stores import Store
 from sgl_kvfetch.types import TENSORS, CellGrid, TensorName
 from sgl_kvfetch.user_files import replace_file
 
@@ -252,29 +251,22 @@ class Auditor:
         self,
         share: float,
         heads: HeadSlice,
-        quantiser: Quantiser,
-        finder: PageFinder,
-        fetcher: Fetcher,
-        *,
-        store: Store,
-        writes: bool,
+        client: StoreClient,
         file: Path,
+        *,
         cuts: bool = True,
         record: AuditRecord | None = None,
         on_audit: Callable[[], None] = lambda: None,
     ) -> None:
-        """``share``: of hits, and of computed segments that the store has. ``writes``: whether the engine hands over
-        what it computes; else nothing can be audited. ``file``: what this machine remembers. ``cuts``: whether this
-        rank cuts hits, as the first one does for all. ``record``: if it remembers nothing. ``on_audit`` is called on
-        the loop after each audit, and when this rank tries again."""
+        """``share``: of hits, and of computed segments that the store has; 0 if the engine does not hand over what it
+        computes. ``file``: what this machine remembers. ``cuts``: whether this rank cuts hits, as the first one does
+        for all. ``record``: if it remembers nothing. ``on_audit`` is called on the loop after each audit, and when this
+        rank tries again."""
         self._share = share
         self._heads = heads
         self._geometry = heads.geometry
-        self._quantiser = quantiser
-        self._finder = finder
-        self._fetcher = fetcher
-        self._store = store
-        self._writes = writes
+        self._quantiser = quantiser = client.writer.quantiser
+        self._finder, self._fetcher, self._store = client.finder, client.fetcher, client.store
         self._cuts = cuts
         self._file = file
         self._on_audit = on_audit
@@ -307,7 +299,7 @@ class Auditor:
 
     def _try_again_later(self) -> None:
         self.is_trying = False
-        if not (self._writes and self._share):
+        if not self._share:
             return  # nothing would tell whether it may go on
         wait_s = min(max(0.0, self.record.try_again_s - time.time()), _MOST_BACK_OFF_S)
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._try_again)
@@ -328,7 +320,7 @@ class Auditor:
         if most < num_found:
             record_reason(Reason.AUDITED)
         num_pages = min(len(sources), self._num_pages)
-        is_audited = self._writes and num_pages and (not self.is_over or self.is_trying)
+        is_audited = self._share and num_pages and (not self.is_over or self.is_trying)
         if not is_audited or (self._cuts and not self._is_due(num_pages)):
             return most
         first = len(sources) - num_pages

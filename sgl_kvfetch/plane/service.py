@@ -82,14 +82,10 @@ class Service:
         namespace, labels = heads.namespace, heads.labels
         names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
         self._auditor = Auditor(
-            config.audit_share,
+            config.audit_share if config.writes else 0.0,
             heads,
-            self._quantiser,
-            client.finder,
-            client.fetcher,
-            store=client.store,
-            writes=config.writes,
-            file=self._record,
+            client,
+            self._record,
             cuts=start.rank == 0,
             record=AuditRecord(config.store, *names, namespace.quantiser),
             on_audit=self._tell_audits,

@@ -64,16 +64,7 @@ class Bench:
         self.heads = replace(make_heads(GEOMETRY, quantiser), labels=Labels(writer=writer))
         parsed = parse_config({"store": url} | config)
         self.client: StoreClient = open_client(parsed, self.heads, quantiser)
-        parts = quantiser, self.client.finder, self.client.fetcher
-        self.auditor = Auditor(
-            share,
-            self.heads,
-            *parts,
-            store=self.client.store,
-            writes=True,
-            file=folder.with_name("0-4.json"),
-            cuts=cuts,
-        )
+        self.auditor = Auditor(share, self.heads, self.client, folder.with_name("0-4.json"), cuts=cuts)
 
     async def store(self, values: CellValues, seed: str = "") -> list[bytes]:
         hashes = page_hashes(len(values.k) // SIZE, seed)
