@@ -69,7 +69,7 @@ import torch
 from msgspec import Meta
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellPlace, CellValues, Pages, Quantiser, RawPages, SegmentReader, decode_manifest
+from sgl_kvfetch.codec import CellValues, Pages, Quantiser, RawPages, SegmentReader, decode_manifest
 from sgl_kvfetch.codec.quant.base import ratio as ratio_of, sums_noise
 from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
@@ -84,10 +84,11 @@ from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
 from sgl_kvfetch.plane.write.writer import delete_segment
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import StridedPages
+from sgl_kvfetch.protocol.quantiser import cell_places
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import DRIFTS, RECENT_AUDITS, Audits, length_of
-from sgl_kvfetch.types import TENSORS, CellGrid, TensorName
+from sgl_kvfetch.types import TENSORS, TensorName
 from sgl_kvfetch.user_files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -481,7 +482,7 @@ class Auditor:
             else:
                 quantiser, begin = self._quantiser, piece.pages.start * size
                 for parts, (layers, heads, place) in zip(
-                    piece.cells, places_of(self._quantiser, self._heads, tokens), strict=True
+                    piece.cells, cell_places(self._quantiser, self._heads, tokens), strict=True
                 ):
                     some = quantiser.some_tokens(parts, slice(begin, begin + len(tokens)))
                     restored = quantiser.dequantise(some, values.k.dtype, place)
@@ -582,7 +583,7 @@ def compare(
     again = CellValues(*map(torch.empty_like, computed))
     num_blocks = max(1, len(tokens) // _BLOCK_TOKENS)
     blocks = torch.zeros((len(TENSORS), computed.k.shape[1], num_blocks))  # the largest of all cells' ratios
-    for layers, head_block, place in places_of(quantiser, heads, tokens):
+    for layers, head_block, place in cell_places(quantiser, heads, tokens):
         own, stored = (x.cell(layers, head_block) for x in (computed, restored))
         found.append(quantiser.error_ratios(own, stored, place, coarser))
         of_blocks = _block_medians(found[-1], num_blocks)
@@ -673,19 +674,6 @@ def _nearer_to_others(expected: torch.Tensor, restored: torch.Tensor, noise: flo
     return torch.where(own > least, own / others.amin(2).maximum(of_products), 0.0)
 
 
-def places_of(quantiser: Quantiser, rank: HeadSlice, tokens: range) -> list[tuple[range, range, CellPlace]]:
-    """Return the rank's layers and heads of each cell, and its place in the model, for some tokens of the sequence."""
-    geometry, first_layer, first_head = rank.geometry, rank.namespace.first_layer, rank.heads.start
-    num_heads = geometry.num_heads
-    grid = CellGrid(geometry.num_layers, num_heads, quantiser.cell_layers, quantiser.cell_heads or num_heads)
-    found = []
-    for group, block in grid.cells():
-        layers, heads = grid.layers(group), grid.heads(block)
-        place = CellPlace(_shifted(layers, first_layer), _shifted(heads, first_head), tokens)
-        found.append((layers, heads, place))
-    return found
-
-
 def _pieces(batch: PageBatch, pages: range) -> list[Pages]:
     """Return what a batch has of some of its pages."""
     found: list[Pages] = []
@@ -702,10 +690,6 @@ def _pieces(batch: PageBatch, pages: range) -> list[Pages]:
 
 def _num_pages(pages: Pages) -> int:
     return len(pages.k) if isinstance(pages, RawPages) else len(pages.pages)
-
-
-def _shifted(which: range, by: int) -> range:
-    return range(which.start + by, which.stop + by)
 
 
 def _yield_to_others() -> None:

@@ -119,14 +119,24 @@ def written_places(
 ) -> list[CellPlace]:
     """Return the places of the cells of a prompt's first span, in storage order, as a config's server writes it.
     ``max_span_pages``: as for `span_pages`."""
-    num_heads, first_layer = len(heads.heads), heads.namespace.first_layer
-    in_a_cell = quantiser.heads_of_a_cell(num_heads, cell_heads(heads, config.max_tp_size))
-    grid = CellGrid(heads.namespace.num_layers, num_heads, quantiser.cell_layers, in_a_cell)
+    in_a_cell = quantiser.heads_of_a_cell(len(heads.heads), cell_heads(heads, config.max_tp_size))
     tokens = range(span_pages(heads, max_span_pages) * heads.namespace.page_size)
-    return [
-        CellPlace(_from(first_layer, grid.layers(group)), _from(heads.heads.start, grid.heads(block)), tokens)
-        for group, block in grid.cells()
-    ]
+    return [place for _, _, place in cell_places(quantiser, heads, tokens, in_a_cell)]
+
+
+def cell_places(
+    quantiser: Quantiser, rank: HeadSlice, tokens: range, num_heads: int | None = None
+) -> list[tuple[range, range, CellPlace]]:
+    """Return the rank's layers and heads of each cell, and its place in the model, for some tokens of the sequence.
+    ``num_heads``: of a cell, if not as many as the quantiser wants."""
+    namespace, num_heads = rank.namespace, num_heads or quantiser.cell_heads or len(rank.heads)
+    grid = CellGrid(namespace.num_layers, len(rank.heads), quantiser.cell_layers, num_heads)
+    found = []
+    for group, block in grid.cells():
+        layers, heads = grid.layers(group), grid.heads(block)
+        place = CellPlace(_from(namespace.first_layer, layers), _from(rank.heads.start, heads), tokens)
+        found.append((layers, heads, place))
+    return found
 
 
 def _from(first: int, numbers: range) -> range:
