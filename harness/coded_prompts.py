@@ -11,6 +11,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, gpu_restores
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, span_parts
+from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.protocol.arena import Arena, StagedCode, StagedValues
 
 
@@ -20,7 +21,7 @@ def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> Stage
     readers = [SegmentReader(segment.manifest, quantiser) for segment in segments]
     sources = [PageSource(reader, page) for reader in readers for page in range(len(reader.manifest.page_hashes))]
     assert gpu_restores(sources)
-    plan = RegionPlan(span_parts(sources))
+    plan = RegionPlan(span_parts(sources), Held(MemoryCache()))
     arena = Arena.create(plan.num_bytes)
     region = CodedRegion(arena, 0, plan)
     for part in plan.parts:

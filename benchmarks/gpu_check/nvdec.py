@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu_check import nvdec_decoders
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
+from harness.decoders import drop_decoders
 from sgl_kvfetch.codec.bitstream.base import Decoders, FrameDecoder
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, decode_caps, open_nvdec
 from sgl_kvfetch.codec.bitstream.registry import get_codec
@@ -145,7 +146,7 @@ def measure(
                         mbit_a_second_an_engine=megabits / min(count, nvdec.num_engines),
                         share_of_sessions_times_one=rate / (count * alone),
                     )
-            nvdec.drop_decoders()
+            drop_decoders(nvdec)
 
 
 def decode_rate(decoders: Sequence[FrameDecoder], bitstream: bytes, shape: Sequence[int], seconds: float) -> float:

@@ -13,6 +13,7 @@ from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.interference import decoding
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import Ticker, make_busy
+from harness.decoders import drop_decoders
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, PictureSize, surface_bytes
 from sgl_kvfetch.errors import CorruptError
@@ -32,14 +33,14 @@ def measure_memory(record: Record, nvdec: Nvdec, sizes: Sequence[str], *, second
             frames = make_frames(1, height, width)
             bitstream = HEVC_CODECS[name].encode(frames)
             jobs = [partial(session[name].decode, bitstream, (1, height, width)) for session in sessions]
-            nvdec.drop_decoders()
+            drop_decoders(nvdec)
             before = _bytes_beside_torch()
             with decoding(jobs):
                 time.sleep(seconds)
             counted = nvdec.held_surface_bytes
             count = counted // surface_bytes(HEVC_CODECS[name].planes_a_picture, width, height)
             held = _bytes_beside_torch() - before
-            nvdec.drop_decoders()
+            drop_decoders(nvdec)
             if not count:
                 record.fail(f"{name} {size}: NVDEC gave no decoder")
                 continue
@@ -85,11 +86,11 @@ def measure_gaps(record: Record, nvdec: Nvdec, *, seconds: float = _SECONDS, sid
         ("creating decoders", create),
         ("decoding", decode),
         ("reconfiguring a decoder", lambda: reconfigure(nvdec, codec, clips)),
-        ("destroying decoders", nvdec.drop_decoders),
+        ("destroying decoders", partial(drop_decoders, nvdec)),
     ]
     busy = make_busy(seconds, nvdec.torch_device, side)
     for is_busy in (False, True):
-        nvdec.drop_decoders()
+        drop_decoders(nvdec)
         for activity, work in activities:
             if is_busy:
                 busy()

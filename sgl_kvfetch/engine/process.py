@@ -117,7 +117,6 @@ _RUNNING_TICKS, _START_TICKS = (12, 80), (240, 960)
 _LEAVING_TICKS = 40, 80  # one that writes what is queued, and takes no commands
 CLOSE_S = 10.0
 
-
 # Shared memory for side pages on their way to the engine: this, or twice the size of a page with all its side pages.
 # Memory that is never used takes no space.
 SHARED_BYTES = 64 << 20
@@ -125,9 +124,8 @@ SHARED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Setup:
-    """What the data planes of one rank have in common, whichever config they serve.
-
-    ``queue_bytes``, ``cache_bytes``: of the config. ``pool_files``: as in `Line`."""
+    """What the data planes of one rank have in common. ``queue_bytes``, ``cache_bytes``: of the config. ``pool_files``:
+    as in `Line`."""
 
     launch: Launch
     geometry: KVGeometry
@@ -265,8 +263,7 @@ class Peer:
         can be kept, or if the data plane ends.
         """
         self.channel.send(m.TakeProfile(config.as_json(), watch, digest))
-        answer = self._await_answer(m.ProfileTaken, threading.Event())
-        return answer.taken
+        return self._await_answer(m.ProfileTaken, threading.Event()).taken
 
     def start(self, start: m.Start, closing: threading.Event) -> None:
         """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""

@@ -53,8 +53,7 @@ def open_profile_store(config: KVFetchConfig) -> AdminStore:
 
 
 def check_access(config: KVFetchConfig) -> None:
-    """Check the files and the keys that a config names for its store, its token, and its store's URL. Does no network
-    I/O. Raises ConfigError."""
+    """Check what a config names for its store. Does no network I/O. Raises ConfigError."""
     store_keys(config)
     tls_files(config).context()
     open_profile_store(config)

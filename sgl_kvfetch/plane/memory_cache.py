@@ -94,7 +94,7 @@ class CachedSpan:
 class MemoryCache:
     """Belongs to one event loop. One without memory is as any other one, but keeps nothing."""
 
-    def __init__(self, memory: bytes | memoryview = b"", num_bytes: int = 0) -> None:
+    def __init__(self, memory: bytes | bytearray | memoryview = b"", num_bytes: int = 0) -> None:
         """``num_bytes``: at the end of the memory, are the cache's."""
         self._memory = memoryview(memory)
         self._room = Room(num_bytes, len(memory) - num_bytes)

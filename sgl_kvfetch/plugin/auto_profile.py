@@ -24,8 +24,7 @@ from sgl_kvfetch.keys import label_of_request
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 
 if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
-    from sgl_kvfetch.engine import DataPlane
-    from sgl_kvfetch.engine.process import Peer
+    from sgl_kvfetch.engine import DataPlane, Peer
     from sgl_kvfetch.protocol import Start
 
 logger = logging.getLogger(__name__)

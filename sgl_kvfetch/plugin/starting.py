@@ -13,8 +13,8 @@ import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, Quantiser
-from sgl_kvfetch.engine import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, Launch, Peer, Setup
+from sgl_kvfetch.engine import DataPlane, Peer
+from sgl_kvfetch.engine.process import DataPlaneProcess, Launch, Setup
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import brief
@@ -75,6 +75,7 @@ def open_engine_plane(
         config = engine_config(asked, why_no_klt, needs, launched.take_profile)
         quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
         heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, _pools(config, rank, sides))
+        _tell(config, quantiser, heads)
         watch = None
         if asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact":
             watch = profile_watch(needs())
@@ -132,7 +133,16 @@ def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     namespace = replace(heads.namespace, quantiser=quantiser.identity)
     labels = msgspec.structs.replace(heads.labels, quantiser=quantiser_label(config, quantiser))
-    return replace(opening, heads=HeadSlice(namespace, heads.heads, labels)).start(config, quantiser)
+    heads = HeadSlice(namespace, heads.heads, labels)
+    _tell(config, quantiser, heads)
+    return replace(opening, heads=heads).start(config, quantiser)
+
+
+def _tell(config: KVFetchConfig, quantiser: Quantiser, heads: HeadSlice) -> None:
+    """Say what is served from now on. Raises ConfigError for a profile of other weights."""
+    require_own_profile(config, quantiser, heads.namespace)
+    logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
+    status.serves(heads, config.coarseness(quantiser))
 
 
 @dataclass(frozen=True)
@@ -150,12 +160,8 @@ class Opening:
     pool: SharedPool | None
 
     def start(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> Start:
-        """Return what starts the data plane, and prepare this rank's GPU for it. Call on a thread whose GPU it is.
-        Raises ConfigError for a profile of other weights."""
+        """Return what starts the data plane, and prepare this rank's GPU for it. Call on a thread whose GPU it is."""
         pages, heads = self.pages, self.heads
-        require_own_profile(config, quantiser, heads.namespace)
-        logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
-        status.serves(heads, config.coarseness(quantiser))
         takes_code = self.takes_code
         if _is_on_gpu(pages):
             places = written_places(config, heads, quantiser, self.most_span_pages)

@@ -11,4 +11,8 @@ from .arena import (
 )
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
 from .messages import Start as Start, TakenProfile as TakenProfile, Watch as Watch
-from .quantiser import config_quantiser as config_quantiser, require_profile_file as require_profile_file
+from .quantiser import (
+    cell_places as cell_places,
+    config_quantiser as config_quantiser,
+    require_profile_file as require_profile_file,
+)

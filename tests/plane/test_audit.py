@@ -26,7 +26,8 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.plane import audit
-from sgl_kvfetch.plane.audit import Auditor, AuditRecord, Compared, compare, keep_record, read_record
+from sgl_kvfetch.plane.audit import Auditor, AuditRecord, keep_record, read_record
+from sgl_kvfetch.plane.comparison import Compared, compare
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -82,7 +83,7 @@ class Bench:
         if num_served < len(hashes):
             rest = computed.tokens(slice(num_served * SIZE, None))
             self.auditor.handed_over(batch(rest, hashes[num_served:], num_served, hashes[:num_served]))
-            await self.auditor.join()
+            await self.auditor._tasks.join()
         return num_served
 
     async def close(self) -> None:
@@ -141,7 +142,7 @@ async def test_pages_that_come_although_the_store_has_them_are_audited(make: Cal
     bench.client.writer.on_known = bench.auditor.known
     before = results()
     await bench.store(values)
-    await bench.auditor.join()
+    await bench.auditor._tasks.join()
     assert since(before) == {"sound": 1}
 
 
@@ -160,7 +161,7 @@ async def test_what_a_gpu_has_quantised_is_audited(make: Callable[..., Bench], f
     pages = QuantisedPages([cell], range(2, 2 + PAGES - first), SIZE, GEOMETRY.page_bytes)
     before = results()
     bench.auditor.handed_over(PageBatch(first, hashes[first - 1], hashes[first:], [pages]))
-    await bench.auditor.join()
+    await bench.auditor._tasks.join()
     assert since(before) == {"sound" if fault is None else "beyond": 1}
 
 
@@ -297,7 +298,7 @@ async def test_the_same_pages_are_no_further_evidence(make: Callable[..., Bench]
     for _ in range(12):
         bench.auditor._begun.clear()
         await bench.store(computed, "odd")  # computed again, since it is not served
-        await bench.auditor.join()
+        await bench.auditor._tasks.join()
     assert since(before)["beyond"] >= 3
     assert not bench.auditor.is_over
 
@@ -337,7 +338,7 @@ async def test_other_ranks_compare_what_the_first_one_has_cut(make: Callable[...
     assert since(before) == {}
     rest = computed.tokens(slice((PAGES - 8) * SIZE, None))
     bench.auditor.handed_over(batch(rest, hashes[PAGES - 8 :], PAGES - 8, hashes[: PAGES - 8]))
-    await bench.auditor.join()
+    await bench.auditor._tasks.join()
     assert since(before) == {"sound": 1}
 
 
@@ -411,7 +412,7 @@ async def test_a_server_tries_again_serves_nothing_meanwhile_and_goes_on(
         assert again.auditor.is_over
         assert await again.served(hashes) == 0
         again.auditor.handed_over(batch(computed, hashes))
-        await again.auditor.join()
+        await again.auditor._tasks.join()
     assert not again.auditor.is_over
     assert read_record(tmp_path / "0-4.json").why_off == ""  # type: ignore[union-attr]
     assert await again.served(sound) == PAGES - 8
@@ -429,7 +430,7 @@ async def test_a_server_that_is_wrong_again_waits_twice_as_long(make: Callable[.
             assert len(sources) == PAGES
             assert bench.auditor.served(hashes, sources) == (PAGES - 8 if number == 1 else 0)
             bench.auditor.handed_over(batch(computed, hashes))
-            await bench.auditor.join()
+            await bench.auditor._tasks.join()
         record = bench.auditor.record
         assert (record.num_audits, record.num_off) == (3 * number, number)
         assert record.try_again_s == record.off_at_s + 600 * 2 ** (number - 1)

@@ -12,7 +12,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
-from sgl_kvfetch.protocol.arena import CODE_ALIGNMENT, Arena
+from sgl_kvfetch.protocol.arena import CODE_ALIGNMENT
 from tests.segments import make_segment
 
 READ_SIZE = ReadSize(2000)  # several units a span
@@ -57,7 +57,7 @@ def holds(held: Held, stored: Stored) -> bool:
 
 def make_cache(num_bytes: int) -> MemoryCache:
     num_bytes += 4096  # what allocations are rounded up by
-    return MemoryCache(Arena.create(BEFORE + num_bytes).buffer(0, BEFORE + num_bytes), num_bytes)
+    return MemoryCache(bytearray(BEFORE + num_bytes), num_bytes)
 
 
 def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> None:
@@ -114,7 +114,7 @@ def test_a_damaged_object_is_forgotten(stored: list[Stored]) -> None:
 
 
 def test_a_span_that_is_larger_than_the_cache_is_not_kept(stored: list[Stored]) -> None:
-    one, cache = stored[0], MemoryCache(Arena.create(4096), 4096)
+    one, cache = stored[0], MemoryCache(bytearray(4096), 4096)
     one.put_in(cache)
     assert cache.find(one.hashes) == []
 

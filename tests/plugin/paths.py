@@ -11,7 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parents[2]
-MOST_MODULES = 40
+MOST_MODULES = 48
+# These run now and then: where a machine is slow, a read is silent for long, or a timer of a write before is late.
+SOMETIMES = ("plane/store", "plane/write/")
 _MODULE = re.compile(rf"{re.escape(str(ROOT))}/(?:sgl_kvfetch/|(?=triton_kernels/))(.+)\.py")
 
 
@@ -34,10 +36,11 @@ def modules_run() -> Iterator[set[str]]:
         threading.setprofile(None)
 
 
-def require_drawn(way: str, seen: Collection[str]) -> None:
-    """Raise AssertionError unless these are the modules that are drawn for a way, and few."""
+def require_drawn(way: str, seen: Collection[str], sometimes: tuple[str, ...] = SOMETIMES) -> None:
+    """Raise AssertionError unless these are the modules that are drawn for a way, and few. Those that begin as one of
+    ``sometimes`` are left out."""
     found: dict[str, list[str]] = {}
-    for module in sorted(seen):
+    for module in sorted(each for each in seen if not each.startswith(sometimes)):
         house, _, name = module.partition("/") if "/" in module else ("root", "", module)
         found.setdefault(house, []).append(name)
     rows = {house: ", ".join(names) for house, names in found.items()}
@@ -50,7 +53,7 @@ def require_drawn(way: str, seen: Collection[str]) -> None:
 def _drawn(way: str) -> dict[str, str]:
     """Return what docs/architecture.md says: by house, the modules of a way."""
     text = (ROOT / "docs" / "architecture.md").read_text().partition("## The path of a page\n")[2]
-    head, _, *rows = re.findall(r"^\| (.+) \|$", text.partition("\n## ")[0], re.MULTILINE)
+    head, *rows = re.findall(r"^\| (.+) \|$", text.partition("\n## ")[0], re.MULTILINE)
     column = head.split(" | ").index(way)
     cells = {row.split(" | ")[0].strip("`/"): row.split(" | ")[column] for row in rows}
     return {house: names for house, names in cells.items() if names.strip()}

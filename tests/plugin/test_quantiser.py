@@ -114,7 +114,7 @@ def test_auto_stores_exact_if_no_profile_fits(make: Make, monkeypatch: pytest.Mo
     watch = Watch("0" * 32, "/model", "model", ProfileNeeds(GEOMETRY, (0, 1, 2), 0, 0, 1))
     asked: list[ProfileNeeds] = []
 
-    def none_fits(config: KVFetchConfig, why: str, needs: Callable[[], ProfileNeeds]) -> KVFetchConfig:
+    def none_fits(config: KVFetchConfig, why: str, needs: Callable[[], ProfileNeeds], take: object) -> KVFetchConfig:
         asked.append(needs())
         return config.as_exact
 

@@ -15,8 +15,8 @@ from tests.segments import SMALL, make_heads
 NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 _NEEDS = m.ProfileNeeds(SMALL, (0, 1), 0, 1, 2, 1e-3)
 COMMANDS: list[m.Command] = [
-    m.TakeProfile({"store": "http://kv"}, m.Watch("0" * 32, "/model", "model", _NEEDS), "d" * 32),
     m.Start({"store": "http://kv"}, NAMESPACE, 0, 2, 1, None, pool=(m.Place(0, 64, (2, 4), (4, 1)),)),
+    m.TakeProfile({"store": "http://kv"}, m.Watch("0" * 32, "/model", "model", _NEEDS), "d" * 32),
     m.LookUp(1, b"h" * 64, is_idle=True, trailing={"swa": 4, "indexer": 0}),
     m.FetchPages(2, b"h" * 32, (7,), 1.5, is_last=True),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),

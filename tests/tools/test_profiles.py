@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plane.audit import AuditRecord, Compared, keep_record, record_file
+from sgl_kvfetch.plane.audit import AuditRecord, keep_record, record_file
+from sgl_kvfetch.plane.comparison import Compared
 from sgl_kvfetch.tools.doctor import check_audits
 from tests.segments import make_heads
 from tests.stores.test_profiles import WEIGHTS, save

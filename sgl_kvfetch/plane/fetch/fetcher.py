@@ -301,11 +301,10 @@ class Fetcher:
         link: Link | None = None,
         memory: MemoryCache | None = None,
     ) -> None:
-        """``may_delete``: report damaged segments to the
-        store, which deletes them if they are damaged there. ``decode_bytes`` bounds the memory for frames and values
-        between bitstreams and pages; by default, only the number of sessions bounds it. ``tolerance``: how coarse what
-        is read may be; by default it is all read. ``link`` hears what the store receives; without it, only whole
-        transfers count. ``memory`` keeps what is read."""
+        """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
+        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
+        number of sessions bounds it. ``tolerance``: how coarse what is read may be; by default it is all read. ``link``
+        hears what the store receives; without it, only whole transfers count. ``memory`` keeps what is read."""
         self._store = store
         self._memory = memory or MemoryCache()
         self.pool = pool

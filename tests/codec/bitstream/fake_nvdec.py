@@ -196,12 +196,3 @@ def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:
 def make_nvdec(nvc: FakeNvc, *, num_engines: int = 2) -> Nvdec:
     """Return engines that decode both HEVC codecs."""
     return Nvdec(nvc, nvc.device, {name: make_caps(num_engines=num_engines) for name in CHROMA})
-
-
-def drop_decoders(engines: Nvdec) -> None:
-    """Destroy all decoders, of which no session uses any."""
-    for decoder in (*engines._broken, *(each for idle in engines._idle.values() for each in idle)):
-        decoder.handle = None
-        engines._release_surfaces(decoder.num_bytes)
-    engines._idle.clear()
-    engines._broken.clear()

@@ -15,13 +15,14 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from harness.decoders import drop_decoders
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.base import FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import HevcCodec, join_access_units, split_access_units
 from sgl_kvfetch.codec.bitstream.nvdec import MAX_SURFACE_BYTES, NUM_SURFACES, Nvdec, surface_bytes
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger
-from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, drop_decoders, make_nvdec
+from tests.codec.bitstream.fake_nvdec import Decoder, FakeNvc, PacketData, Surface, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
 HEVC = HevcCodec()

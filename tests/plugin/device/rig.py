@@ -33,6 +33,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.engine import DataPlane
+from sgl_kvfetch.engine.process import Peer, Setup
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import starting
@@ -466,10 +468,13 @@ def make_rig(
     own_rank = rank
     of_store = quantiser or make_quantiser("exact")
 
-    def open_engine_plane(config: Any, rank: Any, pages: Any, gpu: int | None, sides: Any, **staging: Any) -> Any:
-        heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
-        staging["side_bytes"] = sides.page_bytes
-        return starting.Opening(heads, own_rank, pages, gpu, **staging).open(config, of_store)
+    def open_engine_plane(
+        config: Any, rank: Any, pages: Any, gpu: int | None, sides: Any, staging_bytes: int, takes_code: bool
+    ) -> DataPlane:
+        heads, sizes = make_heads(pages.geometry, of_store, model=f"rank {own_rank}"), sides.page_bytes
+        room = config.write_queue_bytes, staging_bytes, config.memory_cache
+        start = starting.Opening(heads, own_rank, pages, gpu, None, sizes, takes_code, None).start(config, of_store)
+        return DataPlane(start, Peer(Setup(starting._launch, pages.geometry, sizes, *room)))
 
     def open_pages(pools: EnginePools, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
         pool = pools.kv

@@ -13,12 +13,11 @@ from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import starting
-from sgl_kvfetch.plugin.device import linker, pages as pages_module
+from sgl_kvfetch.plugin.device import linker, pools as pools_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.pools import DevicePages, EnginePools
 from sgl_kvfetch.protocol import quantiser as quantiser_module
 from sgl_kvfetch.protocol.config import parse_config
-from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.protocol.quantiser import written_places
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.plugin.device.cuda_pages import (
@@ -40,7 +39,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("ref
 
 def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(pages_module, "Device", lambda _: device)
+    monkeypatch.setattr(pools_module, "Device", lambda _: device)
     pool = make_pool()
     pools = EnginePools(pool, range(4))
     caplog.clear()  # of what SGLang says of a pool
@@ -122,11 +121,11 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     quantiser = make_klt()
     pages = make_pages(FakeDevice(), WIDE)
     compiled: list[int] = []
-    monkeypatch.setattr(starting, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
     config = parse_config({"store": "http://nowhere"})
     for takes_code in (False, True):
-        opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
-        opening.open(config, quantiser)
+        opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, None, {}, takes_code, None)
+        opening.start(config, quantiser)
+        compiled.append(len(pages._compiled))
     assert compiled == [0, 1]  # for the shape of its cells
     places = written_places(config, make_heads(WIDE, quantiser), quantiser)
     assert {*pages._inverses} == {(quantiser, x.layers, x.heads) for x in places}
@@ -146,20 +145,15 @@ def test_without_its_kernels_the_gpu_gets_values(
 
     pages = make_pages(FakeDevice(), WIDE)
     monkeypatch.setattr(CudaPages, "_compile" if fault == "a kernel" else "rotations_of", fail)
-    started: list[Start] = []
-    monkeypatch.setattr(starting, "DataPlane", lambda start, *_: started.append(start))
     config = parse_config({"store": "http://nowhere", "mode": "read_only"})
-    opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
-    opening.open(config, quantiser)
-    assert [start.takes_code for start in started] == [False]
+    opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, None, {}, True, None)
+    assert not opening.start(config, quantiser).takes_code
     assert "klt is decoded and restored on the CPU: " in caplog.text
     assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 1
     assert not pages._inverses  # memory may be short
     errors.clear()
     monkeypatch.undo()
-    monkeypatch.setattr(starting, "DataPlane", lambda start, *_: started.append(start))
-    opening.open(config, quantiser)
-    assert [start.takes_code for start in started] == [False, True]
+    assert opening.start(config, quantiser).takes_code
     assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 0
 
 

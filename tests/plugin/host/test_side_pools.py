@@ -298,12 +298,12 @@ def test_pages_larger_than_the_shared_memory_take_more_of_it(make: Make, monkeyp
     assert all(torch.equal(page_of(pool, 20 + page), x) for page, x in enumerate(expected))
 
 
-def test_pages_come_in_parts(make: Make) -> None:
+def test_pages_come_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_side_pool()
     backend = make(sides={SWA: pool})
     expected = [page_of(pool, page) for page in range(8)]
     store(backend, keys(8), {SWA: {page: page for page in range(8) if page != 4}})
-    backend._plane._side_part_bytes = 3 * expected[0].nbytes
+    monkeypatch.setattr(process.Setup, "side_part_bytes", 3 * expected[0].nbytes)
     there = [page != 4 for page in range(8)]
     assert backend.batch_get_v2([transfer(keys(8), range(20, 28))]) == {SWA: there}
     assert [torch.equal(page_of(pool, 20 + page), x) for page, x in enumerate(expected)] == there

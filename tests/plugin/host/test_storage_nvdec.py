@@ -11,6 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
+from harness.decoders import drop_decoders
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.plane import service, store
@@ -18,7 +19,7 @@ from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
-from tests.codec.bitstream.fake_nvdec import FakeNvc, drop_decoders, make_caps, make_nvdec
+from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.planes import Served
