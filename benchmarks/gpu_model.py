@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_model
 
 The measurements are of one NVIDIA H200, on 2026-11-26, with bitstreams that had no groups. docs/kernels.md explains
-the formulas. Whoever has no GPU can ask this model what a change would give.
+the formulas. Whoever has no GPU can ask this model what a change would give, and when a prompt has its first token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Load:
     """32,768 tokens of `klt`, by default. ``restore_s``, ``check_s``: of a cell. ``checks_last``: whether `xxh3` comes
     after the restore. ``most_groups``: how many layer groups a part may have; each part up to twice as many as the one
     before. ``copies``: that bring a part, in one launch; from `memory_cache`, one a span. ``bitstreams``: of a cell,
-    with ``rows`` each, and ``tables_bytes`` of decoding tables."""
+    with ``rows`` each, and ``tables_bytes`` of decoding tables. ``layer_groups``: of the model."""
 
     rows: int = ROWS
     coded_bytes: float = CODED_BYTES
@@ -81,10 +81,15 @@ class Load:
     group_cells: int = GROUP_CELLS
     bitstreams: int = 1
     tables_bytes: int = 0
+    layer_groups: int = LAYER_GROUPS
+
+    @property
+    def cells(self) -> int:
+        return self.group_cells * self.layer_groups
 
     @property
     def cell_bytes(self) -> float:
-        return self.coded_bytes / (self.group_cells * LAYER_GROUPS)
+        return self.coded_bytes / self.cells
 
     def parts(self, lane_mib: int) -> list[int]:
         """Return the cells of each part that goes through so much scratch memory."""
@@ -92,9 +97,9 @@ class Load:
         fit = int(lane_mib * MiB / (self.cell_bytes + scratch))
         if fit < group:
             num_cut = math.ceil(group / fit)
-            return [group // num_cut + (i < group % num_cut) for i in range(num_cut)] * LAYER_GROUPS
+            return [group // num_cut + (i < group % num_cut) for i in range(num_cut)] * self.layer_groups
         found: list[int] = []
-        while (left := LAYER_GROUPS - sum(found)) > 0:
+        while (left := self.layer_groups - sum(found)) > 0:
             found.append(min(left, fit // group, self.most_groups, 2 ** len(found)))
         return [group * groups for groups in found]
 
@@ -268,27 +273,113 @@ EXPECTED_RESTORE_S, GOAL_RESTORE_S = 219e-6 / 32, 150e-6 / 32  # docs/kernels.md
 SCRATCH = (1, 64), (2, 32), (2, 64), (2, 128), (2, 256), (3, 171), (4, 128)  # lanes and the MiB of each
 
 
-# A cell of `exact`: K and V of three layers of four heads of 128, bfloat16. Its exponents are two bitstreams.
-EXACT_ROWS, EXACT_VALUES = 3 * 4 * 128, 2 * 3 * 4 * 128 * SPAN_TOKENS
-EXACT_BITS = 10.42  # of a value, on SmolLM2-135M
+EXACT_BITS, KLT_BITS = 10.42, 1.5  # of a value, on SmolLM2-135M
 DEVICE_COPY_BYTES_S = 4225e9  # read and written
+HEAD_DIM, CELL_LAYERS = 128, 3
 
 
-def exact_load(tokens: int, restore_share: float) -> Load:
-    """Return a load of `exact`, whose restore takes ``restore_share`` of a device copy's bytes a second."""
-    cells = 2 * tokens // SPAN_TOKENS  # of a layer group
-    values = 2 * 32 * 8 * 128 * tokens
-    return Load(
-        EXACT_ROWS,
-        values * EXACT_BITS / 8,
-        EXACT_VALUES * 4 / (restore_share * DEVICE_COPY_BYTES_S),
-        checks_last=True,
-        most_groups=LAYER_GROUPS,
-        check_s=2 * CHECKSUM_S * EXACT_ROWS / ROWS,
-        group_cells=cells,
-        bitstreams=2,
-        tables_bytes=64 << 10,
-    )
+@dataclass(frozen=True)
+class Engine:
+    """A model in bfloat16. ``heads``: of K and V, on each of its ``ranks``; a cell of `exact` has ``exact_heads`` of
+    them, one of `klt` ``klt_heads``. ``width``: of queries, all heads together."""
+
+    name: str
+    layers: int
+    heads: int
+    ranks: int
+    exact_heads: int
+    klt_heads: int
+    parameters: float
+    width: int
+
+    def values(self, tokens: int) -> int:
+        """Return how many values of K and V a rank has."""
+        return 2 * self.layers * self.heads * HEAD_DIM * tokens
+
+    def exact(self, tokens: int, restore_share: float) -> Load:
+        """Return a load of `exact`, whose restore takes ``restore_share`` of a device copy's bytes a second."""
+        rows = CELL_LAYERS * self.exact_heads * HEAD_DIM
+        return Load(
+            rows,
+            self.values(tokens) * EXACT_BITS / 8,
+            2 * rows * SPAN_TOKENS * 4 / (restore_share * DEVICE_COPY_BYTES_S),
+            checks_last=True,
+            most_groups=LAYER_GROUPS,
+            check_s=2 * CHECKSUM_S * rows / ROWS,
+            group_cells=tokens // SPAN_TOKENS * self.heads // self.exact_heads,
+            bitstreams=2,  # the exponents of K and of V
+            tables_bytes=64 << 10,
+            layer_groups=-(-self.layers // CELL_LAYERS),
+        )
+
+    def klt(self, tokens: int, column_s: float) -> Load:
+        """Return a load of `klt`. ``column_s``: of 32 cells of two heads."""
+        share = self.klt_heads / 2  # of rows, and of channels
+        return Load(
+            int(_RESTORE_COEFFICIENTS * share),
+            self.values(tokens) * KLT_BITS / 8,
+            column_s / 32 * share**2,
+            checks_last=True,
+            most_groups=LAYER_GROUPS,
+            check_s=CHECKSUM_S * share,
+            group_cells=tokens // SPAN_TOKENS * self.heads // self.klt_heads,
+            layer_groups=-(-self.layers // CELL_LAYERS),
+        )
+
+    def flops(self, tokens: int) -> float:
+        """Return what a rank computes of a prompt: products with weights, and the attention to all tokens before."""
+        return (2 * self.parameters * tokens + 2 * self.layers * self.width * tokens**2) / self.ranks
+
+
+LLAMA_8B = Engine("8B", 32, 8, 1, 4, 2, 8.0e9, 4096)
+LLAMA_70B = Engine("70B, TP 8", 80, 1, 8, 1, 1, 70.6e9, 8192)
+LENGTHS = 8192, TOKENS
+LINKS_GBPS = 10, 40, 100
+
+# Of a first token. At best, attention is as fast as products, and a pass behind a hit takes what SGLang's own kernels
+# and CUDA graphs are said to; at worst both are as measured on the H200, with stand-ins for `sgl_kernel`.
+FLOPS = LLAMA_8B.flops(8192) / 0.274  # a second: what computing 8,192 tokens reached there
+COMPUTED_S = {(LLAMA_8B.name, TOKENS): 2.669}
+FIRST_PASS_S = 0.025, 0.110  # until the first token, of a prompt that is in the pool
+HAND_OVERS_S = 0.005, 0.020  # lookup, hand-overs, and a step of the scheduler
+PLANE_BYTES_S = 7e9, 3.4e9  # coded bytes that a rank's data plane verifies, at best by arithmetic (docs/benchmarks.md)
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Seconds until a prompt's first token, at best and at worst, by how it comes."""
+
+    engine: Engine
+    tokens: int
+
+    def computed(self) -> tuple[float, float]:
+        best = self.engine.flops(self.tokens) / FLOPS
+        return best, COMPUTED_S.get((self.engine.name, self.tokens), best)
+
+    def from_host_tier(self) -> tuple[float, float]:
+        """Raw values in pinned memory, of SGLang's hierarchical cache."""
+        copies_s = 2 * self.engine.values(self.tokens) / COPY_BYTES_S
+        return FIRST_PASS_S[0] + copies_s, FIRST_PASS_S[1] + copies_s
+
+    def loads(self, coding: str) -> tuple[Load, Load]:
+        if coding == "exact":
+            return self.engine.exact(self.tokens, 1.0), self.engine.exact(self.tokens, 0.5)
+        return self.engine.klt(self.tokens, EXPECTED_RESTORE_S * 32), self.engine.klt(self.tokens, RESTORE_S * 32)
+
+    def load_s(self, coding: str) -> tuple[float, float]:
+        best, worst = self.loads(coding)
+        return run(2, 256, NOW["at best"], best).load_s, run(2, 256, NOW["at worst"], worst).load_s
+
+    def fetched(self, coding: str, gbps: float | None) -> tuple[float, float]:
+        """``gbps``: of the machine's link, which all ranks share; None from `memory_cache`."""
+        found = []
+        for load, load_s, step_s, pass_s, plane_bytes_s in zip(
+            self.loads(coding), self.load_s(coding), HAND_OVERS_S, FIRST_PASS_S, PLANE_BYTES_S, strict=True
+        ):
+            of_link_s = 0.0 if gbps is None else load.coded_bytes * self.engine.ranks * 8e-9 / gbps
+            read_s = 0.0 if gbps is None else max(of_link_s, load.coded_bytes / plane_bytes_s)
+            found.append(step_s + read_s + load_s + pass_s)
+        return found[0], found[1]
 
 
 PASS_S = 10e-3  # a decode pass of an 8B model
@@ -315,7 +406,7 @@ def predictions() -> Iterator[tuple[str, float, float]]:
         yield f"a load from memory_cache, 2 x 256 MiB, {about}", of_spread[0], of_spread[1]
     for about, loads in {
         "klt": [Load(700, 403e6, checks_last=True, most_groups=LAYER_GROUPS)] * 2,
-        "exact": [exact_load(TOKENS, share) for share in (1.0, 0.5)],
+        "exact": [LLAMA_8B.exact(TOKENS, share) for share in (1.0, 0.5)],
     }.items():
         for how, decodes_from_s in (("decoding waits for it", PASS_S), ("only restoring waits", 0.0)):
             found = [
@@ -326,10 +417,10 @@ def predictions() -> Iterator[tuple[str, float, float]]:
             when = f"a load that begins with a pass of {1e3 * PASS_S:g} ms"
             yield f"{about}, {TOKENS:,} tokens: {when}, after it, {how}", left[0], left[1]
     for tokens in (8192, TOKENS):
-        about, loads = f"exact, {tokens:,} tokens", [exact_load(tokens, share) for share in (1.0, 0.5)]
+        about, loads = f"exact, {tokens:,} tokens", [LLAMA_8B.exact(tokens, share) for share in (1.0, 0.5)]
         kinds = list(zip((best, worst), loads, strict=True))
-        raw_ms, coded_ms = (1e3 * x / COPY_BYTES_S for x in (2 * 2 * 32 * 8 * 128 * tokens, loads[0].coded_bytes))
-        cells = loads[0].group_cells * LAYER_GROUPS
+        raw_ms, coded_ms = (1e3 * x / COPY_BYTES_S for x in (2 * LLAMA_8B.values(tokens), loads[0].coded_bytes))
+        cells = loads[0].cells
         decode = [1e3 * kernel.launch_s(2 * cells, load.rows) for kernel, load in kinds]
         restore = [1e3 * cells * load.restore_s for load in loads]
         found = [run(2, 256, *each) for each in kinds]
@@ -340,6 +431,49 @@ def predictions() -> Iterator[tuple[str, float, float]]:
         of_load = f"a load, 2 x 256 MiB, {len(loads[0].parts(256))} parts"
         yield f"{about}: {of_load}", 1e3 * found[0].load_s, 1e3 * found[1].load_s
         yield f"{about}: passes lose by it", 1e3 * found[0].lost_s, 1e3 * found[1].lost_s
+
+
+def load_rows() -> Iterator[list[str]]:
+    """Yield rows of what a load takes, in milliseconds: copies, `ans_decode` and the restore each by itself, and the
+    load, in which they overlap."""
+    for engine in (LLAMA_8B, LLAMA_70B):
+        for tokens in LENGTHS:
+            prompt = FirstToken(engine, tokens)
+            raw_s = 2 * engine.values(tokens) / COPY_BYTES_S
+            yield [f"{engine.name}, {tokens:,} tokens", "raw", _range(raw_s, raw_s), "", "", _range(raw_s, raw_s)]
+            for coding in CODINGS:
+                loads, copy_s = prompt.loads(coding), prompt.loads(coding)[0].coded_bytes / COPY_BYTES_S
+                decode_s = (
+                    NOW[when].launch_s(load.bitstreams * load.cells, load.rows)
+                    for when, load in zip(("at best", "at worst"), loads, strict=True)
+                )
+                restore_s = (load.cells * load.restore_s for load in loads)
+                parts = _range(copy_s, copy_s), _range(*decode_s), _range(*restore_s), _range(*prompt.load_s(coding))
+                yield ["", coding, *parts]
+
+
+def first_token_rows() -> Iterator[list[str]]:
+    """Yield rows of milliseconds to the first token: computed, from memory, and over links."""
+    for engine in (LLAMA_8B, LLAMA_70B):
+        for tokens in LENGTHS:
+            prompt = FirstToken(engine, tokens)
+            ways = {"computed": prompt.computed(), "SGLang's host tier": prompt.from_host_tier()}
+            for where, gbps in (("`memory_cache`", None), *((f"{gbps} Gbps", gbps) for gbps in reversed(LINKS_GBPS))):
+                ways |= {f"{where}, {coding}": prompt.fetched(coding, gbps) for coding in CODINGS}
+            yield [f"{engine.name}, {tokens:,} tokens", *(_range(*each) for each in ways.values())]
+
+
+CODINGS = "exact", "klt"
+_LOAD_COLUMNS = "a load, ms, not measured", "", "copies", "decoded", "restored", "in all"
+_FIRST_COLUMNS = (
+    *("first token, ms, not measured", "computed", "host tier", "memory, exact", "klt"),
+    *(f"{gbps} Gbps, exact" if coding == "exact" else coding for gbps in reversed(LINKS_GBPS) for coding in CODINGS),
+)
+
+
+def _range(best_s: float, worst_s: float) -> str:
+    best, worst = (f"{1e3 * x:,.1f}" if x < 0.1 else f"{1e3 * x:,.0f}" for x in (best_s, worst_s))
+    return best if best == worst else f"{best} to {worst}"
 
 
 def _ms(kernel: Kernel, cells: int) -> float:
@@ -353,6 +487,10 @@ def main() -> int:
     print("\n| not measured | at best | at worst |\n|---|---|---|")
     for name, best, worst in predictions():
         print(f"| {name} | {best:.2f} | {worst:.2f} |")
+    for columns, found in ((_LOAD_COLUMNS, load_rows()), (_FIRST_COLUMNS, first_token_rows())):
+        print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+        for row in found:
+            print("| " + " | ".join(row) + " |")
     return 0
 
 

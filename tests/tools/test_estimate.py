@@ -107,6 +107,24 @@ def test_links_are_bits_a_second() -> None:
     assert [parse_link(text) for text in ("10Gbps", "2.5 Gbps", "100Mbps")] == [10e9, 2.5e9, 100e6]
 
 
+def test_it_says_what_the_model_of_a_load_predicts(tmp_path: Path) -> None:
+    """Within a tenth of what docs/kernels.md has of 32,768 tokens of an 8B, at best and at worst."""
+    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000", "--batch", "0")
+    found = kvfetch_json(*options, "--tokens", "32768")
+    rows = (DOCS / "kernels.md").read_text().partition("| 8B, 32,768 tokens | raw |")[2]
+    for name, seconds in found["gpu_s"].items():
+        row = rows.partition(f"|  | {name} |")[2].partition("\n")[0]
+        best_ms, worst_ms = (float(x) for x in row.split("|")[-2].split(" to "))
+        load_s = seconds - 32768 * found["codings"][name]["bytes_per_token"] / 12.5e9
+        assert 0.9 * best_ms < 1e3 * load_s < 1.1 * worst_ms
+    assert found["gpu_s"].keys() == {"exact", "klt"}
+    assert f"such a prompt would take {found['gpu_s']['exact']:.3g} s with exact" in " ".join(
+        kvfetch(*options, "--tokens", "32768").output.split()
+    )
+
+
 def test_it_says_what_a_gpu_took(tmp_path: Path) -> None:
     """Its second line has what was measured on an H200, and what it says itself of the same prompt there."""
     llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
