@@ -123,7 +123,7 @@ def are_named(name: str, identity: str, labels: Labels) -> bool:
 
 
 FORMAT_MAJOR = 2  # readers refuse any other
-FORMAT_MINOR = 7  # readers accept any; a higher one may add fields, which they ignore
+FORMAT_MINOR = 8  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
 MAX_NAMESPACE_CHARS = 2048  # of each string of a namespace; bins of 126 layers take a thousand

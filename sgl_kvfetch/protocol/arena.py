@@ -42,8 +42,8 @@ def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 class StridedPages:
-    """Pages in memory, in any layout. ``views``: K and V, ``(pages, page_size, layers, heads, dim)`` each. They may
-    have another dtype of the same size: torch cannot index fp8 everywhere."""
+    """Pages in memory. ``views``: K and V, ``(pages, page_size, layers, heads, dim)`` each, of which only dim need be
+    contiguous. They may have another dtype of the same size: torch cannot index fp8 everywhere."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self.views = views
@@ -51,11 +51,14 @@ class StridedPages:
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         """Copy ``values``, K and V ``(pages * page_size, layers, heads, dim)``, into ``pages``. Layers and heads count
         from the pool's first."""
-        for view, x in zip(self.views, values, strict=True):
-            rows = x.view(view.dtype).reshape(len(pages), -1, *x.shape[1:])
-            into = view[:, :, layers.start : layers.stop, heads.start : heads.stop]
+        for into, x in zip(self.of_cell(layers, heads), values, strict=True):
+            rows = x.view(into.dtype).reshape(len(pages), -1, *x.shape[1:])
             for run, positions in consecutive_runs(pages):
                 into[run] = rows[positions]
+
+    def of_cell(self, layers: range, heads: range) -> list[torch.Tensor]:
+        """Return the views of some layers and heads, counted from the pool's first."""
+        return [x[:, :, layers.start : layers.stop, heads.start : heads.stop] for x in self.views]
 
 
 _ALIGNMENT = 64

@@ -190,7 +190,7 @@ def decrypted(raw: bytes, objects: Sequence[bytes], key: bytes, variant: int = 0
         contents.append(plain)
     body["variants"] = [rows]
     packed = msgspec.msgpack.encode(body)
-    head = struct.pack("<4sHHI", b"KVFM", 2, 7, len(packed)) + packed
+    head = struct.pack("<4sHHI", b"KVFM", 2, 8, len(packed)) + packed
     return head + xxhash.xxh3_128_digest(head), contents
 
 
@@ -394,6 +394,8 @@ def rows_of(
 
 
 def integers_of(bitstream: bytes, codec: str, layout: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
+    if codec == "raw":
+        return np.frombuffer(bitstream, np.uint8).reshape(shape)
     width, height = layout["width"], layout["height"]
     if layout["type"] == "tiles":
         tile_h, tile_w = layout["head_rows"] * layout["dim_rows"], layout["head_cols"] * layout["dim_cols"]
@@ -424,8 +426,6 @@ def frames_of(bitstream: bytes, codec: str, shape: tuple[int, int, int, int]) ->
             return np.frombuffer(unzstd(bitstream), np.uint8).reshape(shape)
         case "deflate":
             return np.frombuffer(zlib.decompress(bitstream), np.uint8).reshape(shape)
-        case "raw":
-            return np.frombuffer(bitstream, np.uint8).reshape(shape)
         case "ans":
             return unans(bitstream, shape[0] * 3, shape[2] * shape[3]).reshape(shape)
         case "ans-tables":

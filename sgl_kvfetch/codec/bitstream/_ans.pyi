@@ -21,9 +21,9 @@ def join(pieces: Sequence[Buffer], /) -> bytes:
 def decode(tables: Tables, data: Buffer, rows: int, tokens: int, out: Buffer, /) -> str | None:
     """Decode into ``out``, uint8 ``(rows, tokens)``. Return what is wrong with ``data``, or None."""
 
-def decode_fitted(tables: Tables, data: Buffer, tokens: int, rows: int, out: Buffer, /) -> str | None:
-    """Decode what `encode_fitted` coded into ``out``, uint8 ``(tokens, rows)``. ``tables``: whose distribution a row's
-    class alone chooses. Return what is wrong with ``data``, or None."""
+def decode_fitted(tables: Tables, slots: Buffer, data: Buffer, tokens: int, rows: int, out: Buffer, /) -> str | None:
+    """Decode what `encode_fitted` coded into ``out``, uint8 ``(tokens, rows)``. ``slots``: the distributions.
+    ``tables`` code which row has which one. Return what is wrong with ``data``, or None."""
 
 def encode_digits(tables: Tables, values: Buffer, rows: int, tokens: int, /) -> bytes:
     """Return the bitstream of the digits of int16 ``values``, ``(rows, tokens)``: what `refine` needs to restore them

@@ -46,6 +46,7 @@ constexpr uint32_t kUnit = 1024;       // the energy of a token that is like its
 constexpr uint32_t kMostEnergy = 16384;
 constexpr int kFirstLevel = 133 << 2;  // that of 2^6: float32's exponent, and two bits of its mantissa
 constexpr int kEscapeFlag = 28;        // in an entry of the decoding table
+constexpr int kSymbols = 256;          // besides the escape
 constexpr int kCoarse = 4;             // magnitudes of n that a digit's distribution depends on: 0, 1, 2, more
 
 bool has_avx512() {
@@ -232,9 +233,9 @@ __attribute__((always_inline)) inline void decode_step(uint32_t* states, const T
         const uint32_t moved = (entry >> 8 & 1023) * (state >> kBits) + (entry >> 18 & 1023);
         uint16_t word;
         std::memcpy(&word, next, 2);
-        const bool is_low = moved < kLow;
-        states[lane] = is_low ? moved << 16 | word : moved;
-        next += is_low ? 2 : 0;
+        const uint32_t is_low = 0u - (moved < kLow);  // no branch: one in six is, and none can be foreseen
+        states[lane] = moved << (16 & is_low) | (word & is_low);
+        next += 2 & is_low;
         entries[lane] = entry;
         flags |= entry;
     }
@@ -624,6 +625,39 @@ const char* read(const Tables& t, const uint8_t* data, size_t size, size_t rows,
     return nullptr;
 }
 
+// Distributions of the rows' own, and one that codes the rows' classes. Class c has distribution c, a larger one the
+// last, whatever a token's energy.
+struct OwnTables {
+    std::vector<uint32_t> decode;
+    std::vector<uint8_t> choice;
+    const uint16_t unused[kClasses] = {};  // gains
+
+    // `slots`: of each of `count` distributions, each adding up to 1,024, with some of the escape.
+    OwnTables(const Tables& t, const uint16_t* slots, size_t count)
+        : decode((count + 1) << kBits), choice(kClasses * kLevels) {
+        for (size_t d = 0; d < count; ++d, slots += kSymbols + 1) {
+            uint32_t* next = &decode[d << kBits];
+            for (uint32_t s = 0; s <= kSymbols; ++s)
+                for (uint32_t offset = 0; offset < slots[s]; ++offset)
+                    *next++ = (s & 255) | uint32_t{slots[s]} << 8 | offset << 18 | (s >> 8) << kEscapeFlag;
+        }
+        std::copy_n(t.decode + (static_cast<size_t>(t.delta) << kBits), 1u << kBits, &decode[count << kBits]);
+        for (size_t c = 0; c < kClasses; ++c)
+            std::fill_n(&choice[c * kLevels], kLevels, static_cast<uint8_t>(std::min(c, count - 1)));
+    }
+
+    static bool are_sound(const uint16_t* slots, size_t count) {
+        for (size_t d = 0; d < count; ++d, slots += kSymbols + 1)
+            if (!slots[kSymbols] || std::accumulate(slots, slots + kSymbols + 1, 0u) != 1u << kBits) return false;
+        return true;
+    }
+
+    Tables tables(const Tables& t) const {
+        const int delta = static_cast<int>(decode.size() >> kBits) - 1;
+        return {decode.data(), nullptr, choice.data(), unused, delta, t.has_vectors};
+    }
+};
+
 // Decodes rows of one table each, and writes their tokens one after another: `frames` is (tokens, rows).
 const char* read_frames(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens,
                         uint8_t* frames) {
@@ -648,7 +682,7 @@ const char* read_frames(const Tables& t, const uint8_t* data, size_t size, size_
 
 // ---- encoding
 
-constexpr size_t kSpare = 32;  // bytes in front of a piece's room, which a vector may overwrite
+constexpr size_t kSpare = 32;  // bytes in front of a piece's room, which a word or a vector may overwrite
 
 // A piece that is written from its end to its beginning, as rANS encodes.
 struct Writer {
@@ -675,11 +709,11 @@ struct Writer {
 inline void encode_symbol(uint32_t& state, const uint32_t* table, uint8_t integer, Writer& out) {
     const uint32_t entry = table[integer], count = entry >> 10 & 1023;
     if (entry >> kEscapeFlag) out.escapes.push_back(integer);
-    if (state >= count << (32 - kBits)) {
-        *--out.next = static_cast<uint8_t>(state >> 8);
-        *--out.next = static_cast<uint8_t>(state);
-        state >>= 16;
-    }
+    const uint32_t is_full = 0u - (state >= count << (32 - kBits));  // no branch, as in `decode_step`
+    out.next[-1] = static_cast<uint8_t>(state >> 8);  // overwritten by the next word, unless it is one
+    out.next[-2] = static_cast<uint8_t>(state);
+    out.next -= 2 & is_full;
+    state >>= 16 & is_full;
     state = (state / count << kBits) + state % count + (entry & 1023);
 }
 
@@ -870,13 +904,19 @@ struct Plan {
         : rows(rows), tokens(tokens), chosen(has_row_tables ? 0 : rows * tokens), classes(rows) {}
 };
 
-// Encodes the rows of `count` groups.
-void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols, size_t group,
+// Symbols of some tokens, a row every `stride` bytes.
+struct Symbols {
+    const uint8_t* first;
+    size_t stride;
+};
+
+// Encodes the rows of `count` groups, which begin at the token `first`.
+void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, Symbols symbols, size_t first,
                   size_t count, Writer* writers) {
-    const size_t first = group * kGroup, tokens = std::min(count * kGroup, plan.tokens - first);
+    const size_t tokens = std::min(count * kGroup, plan.tokens - first);
     std::vector<uint8_t> same(plan.chosen.empty() ? tokens : 0);
     for (size_t r = plan.rows; r-- > 0;) {
-        const uint8_t *row = symbols + r * plan.tokens + first, *chosen = same.data();
+        const uint8_t *row = symbols.first + r * symbols.stride, *chosen = same.data();
 #ifdef HAS_AVX512
         if (t.has_vectors && tokens == kWays * kGroup && !plan.near.empty()) {
             encode_ways_avx512<kWays>(writers, NearEntries(plan.near[plan.classes[r]]), row, kGroup);
@@ -906,38 +946,51 @@ void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, co
     }
 }
 
-std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
-    const size_t groups = (plan.tokens + kGroup - 1) / kGroup;
-    // Words are not cleared, because most of them are never touched.
-    std::unique_ptr<uint8_t[]> words(new uint8_t[2 * plan.rows * (plan.tokens + 1) + kSpare * (groups + 1)]);
-    std::vector<Writer> writers;
-    uint8_t* room = words.get();
-    for (size_t first = 0; first < plan.tokens; first += kGroup) {
-        const size_t tokens = std::min<size_t>(kGroup, plan.tokens - first);
-        writers.emplace_back(std::min<size_t>(kLanes, tokens), room += kSpare + 2 * plan.rows * tokens);
+// Returns the bitstream. `block(first, length)` returns the symbols of some tokens, until it is called again.
+template <class Block>
+std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, Block block) {
+    const size_t groups = (plan.tokens + kGroup - 1) / kGroup, most = std::min<size_t>(plan.tokens, kWays * kGroup);
+    // Words are not cleared, because most of them are never touched. Groups that take turns use the room of those
+    // before them.
+    const size_t room_bytes = 2 * plan.rows * most + kSpare * (kWays + 1);
+    std::unique_ptr<uint8_t[]> words(new uint8_t[room_bytes]);
+    std::vector<uint8_t> coded(4 * groups);
+    coded.reserve(4 * groups + plan.rows * plan.tokens / 2);  // of exponents; more is taken as it is needed
+    const auto append = [&](const Writer& writer) {
+        const size_t begin = coded.size();
+        coded.resize(begin + 2 * writer.words());
+        writer.write(&coded[begin]);
+    };
+    for (size_t first = 0; first < plan.tokens;) {
+        const size_t count = groups_from(first, plan.tokens), length = std::min(count * kGroup, plan.tokens - first);
+        std::vector<Writer> writers;
+        uint8_t* room = words.get();
+        for (size_t from = 0; from < length; from += kGroup) {
+            const size_t tokens = std::min<size_t>(kGroup, length - from);
+            writers.emplace_back(std::min<size_t>(kLanes, tokens), room += kSpare + 2 * plan.rows * tokens);
+        }
+        write_groups(t, entries, plan, block(first, length), first, count, writers.data());
+        for (size_t k = 0; k < count; ++k) {
+            const uint32_t size = static_cast<uint32_t>(writers[k].words());
+            std::memcpy(&coded[4 * (first / kGroup + k)], &size, 4);
+            append(writers[k]);
+        }
+        first += length;
     }
-    for (size_t g = 0; g < groups;) {
-        const size_t count = (g + kWays) * kGroup <= plan.tokens ? kWays : 1;
-        write_groups(t, entries, plan, symbols, g, count, &writers[g]);
-        g += count;
-    }
-    writers.emplace_back(std::min<size_t>(kClassLanes, plan.rows), room + kSpare + 2 * plan.rows);
+    std::vector<uint8_t> of_classes(kSpare + 2 * plan.rows);
+    Writer classes(std::min<size_t>(kClassLanes, plan.rows), of_classes.data() + of_classes.size());
     const uint32_t* deltas = t.encode + (static_cast<size_t>(t.delta) << 8);
     for (size_t r = plan.rows; r-- > 0;) {
         const int delta = plan.classes[r] - (r ? plan.classes[r - 1] : 0);
-        encode_symbol(writers[groups].states[r % kClassLanes], deltas, static_cast<uint8_t>(delta + kZero), writers[groups]);
+        encode_symbol(classes.states[r % kClassLanes], deltas, static_cast<uint8_t>(delta + kZero), classes);
     }
-
-    size_t num_words = 2 * groups;
-    for (const Writer& writer : writers) num_words += writer.words();
-    std::vector<uint8_t> coded(2 * num_words);
-    uint8_t* next = coded.data() + 4 * groups;
-    for (size_t g = 0; g <= groups; ++g) {
-        const uint32_t size = static_cast<uint32_t>(writers[g].words());
-        if (g < groups) std::memcpy(coded.data() + 4 * g, &size, 4);
-        next = writers[g].write(next);
-    }
+    append(classes);
     return coded;
+}
+
+// Returns the bitstream of symbols, (rows, tokens).
+std::vector<uint8_t> write_rows(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
+    return write(t, entries, plan, [&](size_t first, size_t) { return Symbols{symbols + first, plan.tokens}; });
 }
 
 std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows, size_t tokens) {
@@ -953,7 +1006,7 @@ std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows,
 #endif
             choose_tables(t, row_class, row, 0, tokens, energies.data(), &plan.chosen[r * tokens]);
     }
-    return write(t, t.encode, plan, values);
+    return write_rows(t, t.encode, plan, values);
 }
 
 // Returns the bitstream of the digits that refine a third of each integer, rounded, to the integer.
@@ -978,7 +1031,7 @@ std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_
             energies[i] = next_energy(energies[i], row[i], t.gains[row_class]);
         }
     }
-    return write(t, entries.data(), plan, symbols.data());
+    return write_rows(t, entries.data(), plan, symbols.data());
 }
 
 // ---- encoding with distributions of the rows' own
@@ -987,7 +1040,6 @@ std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_
 // (costs are in 1/256 bit), so that every machine makes the same bitstream. Only symbols that occur are looked at: the
 // exponents of floats are a few dozen.
 
-constexpr int kSymbols = 256;
 constexpr int kMostFitted = 16;                 // distributions
 constexpr size_t kLeastIntegers = 1u << 13;     // for each distribution: with fewer, it takes more bytes than it saves
 constexpr int kRounds = 3;                      // of Lloyd's algorithm
@@ -1023,14 +1075,16 @@ struct Counts {
     size_t width;              // of a row: a count for each symbol, and zeros behind
     std::vector<int16_t> rows;
 
-    // Of rows of many tokens, every fourth block is counted.
-    Counts(const uint8_t* values, size_t num_rows, size_t tokens)
-        : tokens_(tokens), step_(tokens < kLeastSampled ? kCountedBlock : kSampledEvery * kCountedBlock) {
+    // `frames`: (tokens, rows). Of many tokens, every fourth block is counted. Neighbours are of different rows, so no
+    // count waits for the one before.
+    Counts(const uint8_t* frames, size_t tokens, size_t num_rows) {
+        const size_t step = tokens < kLeastSampled ? kCountedBlock : kSampledEvery * kCountedBlock;
+        std::vector<size_t> counted;
+        for (size_t first = 0; first < tokens; first += step)
+            for (size_t i = first; i < std::min(first + kCountedBlock, tokens); ++i) counted.push_back(i * num_rows);
         bool occurs[kSymbols] = {};
-        for (size_t r = 0; r < num_rows; ++r)
-            each_block(values + r * tokens, [&](const uint8_t* block, size_t size) {
-                for (size_t i = 0; i < size; ++i) occurs[block[i]] = true;
-            });
+        for (size_t begin : counted)
+            for (size_t r = 0; r < num_rows; ++r) occurs[frames[begin + r]] = true;
         uint8_t places[kSymbols] = {};
         for (int s = 0; s < kSymbols; ++s)
             if (occurs[s]) {
@@ -1041,26 +1095,30 @@ struct Counts {
         rows.resize(num_rows * width);
         int shift = 0;
         while (tokens >> shift >= (1u << kCountBits) - 1) ++shift;
-        std::vector<uint32_t> tables(4 * width);
-        for (size_t r = 0; r < num_rows; ++r) {
-            std::fill(tables.begin(), tables.end(), 0);
-            uint32_t* const first = tables.data();
-            each_block(values + r * tokens, [&](const uint8_t* block, size_t size) {
-                for (size_t i = 0; i < size; ++i) ++first[(i & 3) * width + places[block[i]]];
-            });
-            for (size_t i = 0; i < width; ++i) {
-                const uint32_t count = first[i] + first[width + i] + first[2 * width + i] + first[3 * width + i];
-                rows[r * width + i] = static_cast<int16_t>((count + (1u << shift) - 1) >> shift);
-            }
-        }
+        if (shift)
+            count<uint32_t>(frames, counted, num_rows, places, shift);
+        else
+            count<uint16_t>(frames, counted, num_rows, places, shift);
     }
 
    private:
-    size_t tokens_, step_;
+    static constexpr size_t kAtOnce = 1024;  // rows, whose counts lie in a cache
 
-    template <class Work>
-    void each_block(const uint8_t* row, Work work) const {
-        for (size_t i = 0; i < tokens_; i += step_) work(row + i, std::min(kCountedBlock, tokens_ - i));
+    template <class Count>
+    void count(const uint8_t* frames, const std::vector<size_t>& counted, size_t num_rows, const uint8_t* places,
+               int shift) {
+        std::vector<Count> found(std::min(kAtOnce, num_rows) * width);
+        for (size_t first = 0; first < num_rows; first += kAtOnce) {
+            const size_t some = std::min(kAtOnce, num_rows - first);
+            std::fill(found.begin(), found.end(), 0);
+            for (size_t begin : counted) {
+                Count* row = found.data();
+                const uint8_t* symbol = frames + begin + first;
+                for (size_t r = 0; r < some; ++r, row += width) ++row[places[symbol[r]]];
+            }
+            for (size_t i = 0; i < some * width; ++i)
+                rows[first * width + i] = static_cast<int16_t>((found[i] + (1u << shift) - 1) >> shift);
+        }
     }
 };
 
@@ -1109,8 +1167,9 @@ CLONES void assign(const int16_t* counts, size_t rows, size_t width, const int16
     }
 }
 
-Fitted fit(const uint8_t* values, size_t rows, size_t tokens) {
-    const Counts found(values, rows, tokens);
+// `frames`: (tokens, rows).
+Fitted fit(const uint8_t* frames, size_t tokens, size_t rows) {
+    const Counts found(frames, tokens, rows);
     const std::vector<int>& symbols = found.symbols;
     const std::vector<int16_t>& counts = found.rows;
     const size_t width = found.width;
@@ -1165,9 +1224,7 @@ Fitted fit(const uint8_t* values, size_t rows, size_t tokens) {
 
 // `frames`: (tokens, rows). `t` codes the classes of rows.
 std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_t tokens, size_t rows, Fitted& fitted) {
-    std::unique_ptr<uint8_t[]> values(new uint8_t[rows * tokens]);
-    transpose(frames, rows, tokens, rows, values.get(), tokens);
-    fitted = fit(values.get(), rows, tokens);
+    fitted = fit(frames, tokens, rows);
     std::vector<uint32_t> entries(fitted.slots.size() << 8);
     for (size_t d = 0; d < fitted.slots.size(); ++d) {
         const Slots& slots = fitted.slots[d];
@@ -1187,7 +1244,11 @@ std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_
             plan.near.clear();
             break;
         }
-    return write(t, entries.data(), plan, values.get());
+    std::unique_ptr<uint8_t[]> turned(new uint8_t[rows * std::min<size_t>(tokens, kWays * kGroup)]);
+    return write(t, entries.data(), plan, [&](size_t first, size_t length) {
+        transpose(frames + first * rows, rows, length, rows, turned.get(), length);
+        return Symbols{turned.get(), length};
+    });
 }
 
 // Returns the order-0 entropy of bytes, in bits a byte.
@@ -1335,15 +1396,23 @@ PyObject* py_decode(PyObject*, PyObject* args) {
 
 PyObject* py_decode_fitted(PyObject*, PyObject* args) {
     PyObject* tuple;
-    Buffer data, out;
+    Buffer slots, data, out;
     Py_ssize_t tokens, rows;
     TablesArgument t;
-    if (!PyArg_ParseTuple(args, "Oy*nnw*", &tuple, &data.view, &tokens, &rows, &out.view) || !t.parse(tuple) ||
-        !are_sizes(rows, tokens, out.view.len))
+    if (!PyArg_ParseTuple(args, "Oy*y*nnw*", &tuple, &slots.view, &data.view, &tokens, &rows, &out.view) ||
+        !t.parse(tuple) || !are_sizes(rows, tokens, out.view.len))
         return nullptr;
+    const size_t count = slots.view.len / sizeof(Slots);
+    if (count < 1 || count > kMostFitted || slots.view.len % sizeof(Slots) ||
+        !OwnTables::are_sound(slots.as<uint16_t>(), count)) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes are not of 1 to %d distributions that add up to %d, with escapes",
+                     slots.view.len, kMostFitted, 1 << kBits);
+        return nullptr;
+    }
     const char* fault = nullptr;
     return has_memory_for([&] {
-               fault = read_frames(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+               const OwnTables own(t.tables, slots.as<uint16_t>(), count);
+               fault = read_frames(own.tables(t.tables), data.as<uint8_t>(), data.view.len, rows, tokens,
                                    static_cast<uint8_t*>(out.view.buf));
            })
                ? text_of(fault)
@@ -1423,7 +1492,7 @@ PyMethodDef methods[] = {
     {"entropy_bits", py_entropy_bits, METH_VARARGS, "entropy_bits(data) -> order-0 entropy, in bits a byte"},
     {"decode", py_decode, METH_VARARGS, "decode(tables, data, rows, tokens, out) -> None, or what is wrong with data"},
     {"decode_fitted", py_decode_fitted, METH_VARARGS,
-     "decode_fitted(tables, data, tokens, rows, out) -> None, or what is wrong with data; out is (tokens, rows)"},
+     "decode_fitted(tables, slots, data, tokens, rows, out) -> None, or what is wrong with data; out is (tokens, rows)"},
     {"encode_digits", py_encode_digits, METH_VARARGS, "encode_digits(tables, values, rows, tokens) -> bytes"},
     {"refine", py_refine, METH_VARARGS, "refine(tables, data, rows, tokens, values) -> None, or what is wrong"},
     {nullptr, nullptr, 0, nullptr},

@@ -79,9 +79,11 @@ def tables() -> Tables:
         return Tables(found["slots"], found["choice"], found["gains"], found["digits"])
 
 
-def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple[object, ...]:
-    """Return tables as the native coder takes them. ``delta``: the distribution that codes the classes of rows.
-    ``is_portable``: whether the coder must do without the CPU's widest vectors."""
+@cache
+def static_tables(is_portable: bool = False) -> tuple[object, ...]:
+    """Return the format's tables as the native coder takes them. ``is_portable``: whether the coder must do without the
+    CPU's widest vectors."""
+    found = tables()
     slots = found.slots.astype(np.uint32)
     starts = np.cumsum(slots, axis=1, dtype=np.uint32) - slots
     symbol = np.stack([np.repeat(np.arange(ESCAPE + 1, dtype=np.uint32), row) for row in slots])
@@ -94,12 +96,7 @@ def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple
     ends = np.cumsum(found.digits, axis=2, dtype=np.uint32)
     digits = ends[:, :, 0] | ends[:, :, 1] << 10
     as_bytes = (x.tobytes() for x in (decode, encode, found.choice, found.gains, digits))
-    return (*as_bytes, delta, is_portable)
-
-
-@cache
-def static_tables(is_portable: bool = False) -> tuple[object, ...]:
-    return native_tables(tables(), CLASS_TABLE, is_portable)
+    return (*as_bytes, CLASS_TABLE, is_portable)
 
 
 def decoding_tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,12 +164,10 @@ def decode_fitted(
 ) -> torch.Tensor:
     """Decode what follows the distributions of an `ans-tables` bitstream, as `read_tables` returns both: uint8
     ``(tokens, rows)``. Raises CorruptError."""
-    # Class c has distribution c, whatever a token's energy.
-    choice = np.minimum(np.arange(64, dtype=np.uint8), len(slots) - 1)[:, None].repeat(32, 1)
-    static, out = tables(), torch.empty((tokens, rows), dtype=torch.uint8)
-    with_classes = np.concatenate((slots, static.slots[CLASS_TABLE, None]))
-    native = native_tables(Tables(with_classes, choice, static.gains, static.digits[:0]), len(slots), is_portable)
-    _require_whole(_ans.decode_fitted(native, coded, tokens, rows, out.numpy().data))
+    out = torch.empty((tokens, rows), dtype=torch.uint8)
+    fault = _ans.decode_fitted(static_tables(is_portable), slots.data, coded, tokens, rows, out.numpy().data)
+    if fault is not None:
+        raise CorruptError(f"ans bitstream {fault}")
     return out
 
 
@@ -195,18 +190,8 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
     return slots, view[_HEADER.size + size :]
 
 
-def entropy_bits(data: bytes | memoryview) -> float:
-    """Return the order-0 entropy of the bytes, in bits a byte."""
-    return _ans.entropy_bits(data)
-
-
 def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:
-    """Decode ``rows`` rows of ``tokens`` integers into ``out``, contiguous uint8. ``native``: as `native_tables`
+    """Decode ``rows`` rows of ``tokens`` integers into ``out``, contiguous uint8. ``native``: as `static_tables`
     returns them. Raises CorruptError."""
-    _require_whole(_ans.decode(native, bitstream, rows, tokens, out.numpy().data))
-
-
-def _require_whole(fault: str | None) -> None:
-    """Raise CorruptError if the native coder found a fault."""
-    if fault is not None:
+    if (fault := _ans.decode(native, bitstream, rows, tokens, out.numpy().data)) is not None:
         raise CorruptError(f"ans bitstream {fault}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import zlib
-from abc import abstractmethod
 
 import torch
 import zstandard
@@ -36,12 +35,12 @@ class _BytesCodec(Codec):
             raise CorruptError(f"{self.name} bitstream decodes to {len(data)} bytes, expected {expected}")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(num_frames, 3, height, width)
 
-    @abstractmethod
-    def compress(self, data: bytes | memoryview) -> bytes: ...
+    def compress(self, data: bytes | memoryview) -> bytes:
+        return bytes(data)
 
-    @abstractmethod
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes | memoryview:
         """Return at most ``max_bytes`` bytes, even if the data claims to hold more. Raises CorruptError."""
+        return data
 
 
 class ZstdCodec(_BytesCodec):
@@ -64,18 +63,10 @@ class ZstdCodec(_BytesCodec):
 
 
 class RawCodec(_BytesCodec):
-    """Stores bytes uncompressed, for networks that are faster than decompression on the CPU."""
+    """Stores bytes as they are, for noise and fast networks. A chunk in `raw` is integers without frames."""
 
     name = "raw"
     decode_cost = 0
-
-    def compress(self, data: bytes | memoryview) -> bytes:
-        return bytes(data)
-
-    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes | memoryview:
-        if len(data) > max_bytes:
-            raise CorruptError(f"raw bitstream has {len(data)} bytes, expected at most {max_bytes}")
-        return data
 
 
 class DeflateCodec(_BytesCodec):

@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES, Chunk, DataObje
 from sgl_kvfetch.codec.container.sides import SidePlace, side_places
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
-from sgl_kvfetch.errors import ConfigError, FormatError
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 from sgl_kvfetch.types import KVGeometry, SideKey
 
 BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
@@ -77,7 +77,7 @@ class CellSize(NamedTuple):
 class LaidOut(NamedTuple):
     """A part of a cell that has frames: its row, the number of its integers, and whether its bitstream decodes to
     them in their order: to frames that begin with them, or, in `ans-tables`, of which each begins with a token's. One
-    in `raw` is the integers: both of its checksums are one."""
+    in `raw` is the integers themselves: both of its checksums are one, unless it is encrypted."""
 
     row: Chunk
     num_integers: int
@@ -313,7 +313,7 @@ class SegmentReader:
         found = []
         for row, (size, codecs) in zip(rows, sizes, strict=True):
             is_itself = (row.size_bytes, row.coded_checksum) == (size, row.decoded_checksum)
-            is_in_order = row.codec in codecs and (is_itself or row.codec != RawCodec.name)
+            is_in_order = is_itself if row.codec == RawCodec.name else row.codec in codecs
             found.append(LaidOut(row, size, is_whole and is_in_order))
         return found
 
@@ -357,6 +357,13 @@ class SegmentReader:
         return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
 
     def _decode_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
+        """Return a part's integers. Those in `raw` may be in the memory of the chunk."""
+        if coded.row.codec == RawCodec.name:
+            size = prod(shape := self.manifest.integers_shape(cell, part.layout))
+            if len(coded.bitstream) != size:
+                raise CorruptError(f"{cell}: raw bitstream has {len(coded.bitstream)} bytes, expected {size}")
+            coded.row.require_decoded(coded.bitstream, cell, f"decoded {part.name}")
+            return _tensor_of(coded.bitstream).view(shape)
         frames = self._decode_frames(cell, part, coded, decoders)
         integers = self._verified_integers(cell, part, coded, frames)
         # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
@@ -392,14 +399,15 @@ class SegmentReader:
 
 
 def _codecs_in_order(layout: Layout, shape: tuple[int, ...]) -> frozenset[str]:
-    raw = {RawCodec.name} if layout.begins_with(shape) else set()
     if layout.each_begins_with(shape):
-        return frozenset({AnsTablesCodec.name, *raw})
-    return frozenset({AnsCodec.name, *raw}) if raw else frozenset()
+        return frozenset({AnsTablesCodec.name})
+    return frozenset({AnsCodec.name}) if layout.begins_with(shape) else frozenset()
 
 
-def _tensor_of(raw: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+def _tensor_of(raw: bytes | memoryview) -> torch.Tensor:
+    """Return bytes as a tensor: the same memory, or a copy of memory that must not be written to."""
+    own = raw if isinstance(raw, memoryview) and not raw.readonly else bytearray(raw)
+    return torch.frombuffer(own, dtype=torch.uint8) if own else torch.empty(0, dtype=torch.uint8)
 
 
 def part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:

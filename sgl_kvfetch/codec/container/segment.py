@@ -12,10 +12,10 @@ from itertools import accumulate
 from types import MappingProxyType
 
 import msgspec
-import numpy as np
 import torch
 
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits
+from sgl_kvfetch.codec.bitstream import _ans
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.entropy import RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
@@ -330,26 +330,19 @@ def encode_cell(
             bitstream = BYTES_CODEC.compress(raw)
             chunks.append(CodedChunk(Chunk.of(BYTES_CODEC.name, bitstream, raw), bitstream))
             continue
-        frames = layouts[part.layout].to_frames(x)
+        layout = layouts[part.layout]
         if num_levels > 1:
+            frames = layout.to_frames(x)
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
-            chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
+            chunks.append(_with_levels(bitstreams, frames, layout, tuple(x.shape)))
             continue
-        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, x, raw, frames.numel())}
+        tried = {
+            name: raw if name == RawCodec.name else get_codec(name).encode(layout.to_frames(x))
+            for name in _codecs_for(cell, part, codec, x, raw)
+        }
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream))
     return chunks
-
-
-def _bitstream(codec: str, frames: torch.Tensor, raw: memoryview) -> bytes | memoryview:
-    """Return the bitstream of frames, which may be ``raw`` itself: the memory that they were made of."""
-    if codec != RawCodec.name:
-        return get_codec(codec).encode(frames)
-    flat: memoryview = frames.contiguous().cpu().numpy().reshape(-1).data  # it codes nothing: their own memory will do
-    is_raw = (
-        len(flat) == len(raw) and np.frombuffer(flat, np.uint8).ctypes.data == np.frombuffer(raw, np.uint8).ctypes.data
-    )
-    return raw if is_raw else flat
 
 
 def _with_levels(
@@ -366,20 +359,15 @@ def _with_levels(
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
-def _codecs_for(
-    cell: Cell, part: PartInfo, codec: str, x: torch.Tensor, raw: memoryview, frames_bytes: int
-) -> tuple[str, ...]:
-    """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``.
-    ``frames_bytes``: what its frames take."""
+def _codecs_for(cell: Cell, part: PartInfo, codec: str, x: torch.Tensor, raw: memoryview) -> tuple[str, ...]:
+    """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
-    is_noise = entropy_bits(_sample(raw)) > NOISE_BITS
+    is_noise = _ans.entropy_bits(_sample(raw)) > NOISE_BITS
     if not is_values and not is_noise:
         return (codec,)
-    # Where frames are larger than what they hold, zstd leaves out the rest.
-    of_noise = RawCodec.name if frames_bytes == len(raw) else ZstdCodec.name
-    usual = of_noise if is_noise else AnsTablesCodec.name
+    usual = RawCodec.name if is_noise else AnsTablesCodec.name
     # In the first layer, V usually depends on the token alone, so it repeats. Only zstd finds repetitions.
     may_repeat = cell.layer_group == 0 and part.layout == "v" and _share_of_repeated(x) >= _MUCH_REPEATED
     return (usual, ZstdCodec.name) if may_repeat else (usual,)

@@ -120,6 +120,11 @@ class Quantiser(ABC):
     ) -> CellValues:
         """Return the values of a cell, or of some of its tokens, up to rounding. ``place`` is the whole cell's."""
 
+    def restore_pages(self, quantised: Quantised, pages: Sequence[torch.Tensor], places: Sequence[int]) -> None:
+        """Write a cell's values to ``pages``, if the quantiser `is_lossless`: K and V of its layers and heads, each
+        ``(pages, page_size, layers, heads, dim)``, dim contiguous. ``places``: which one each page is; -1 for none."""
+        raise AssertionError(f"{self.identity} restores values by tokens")
+
     def error_ratios(
         self, computed: CellValues, restored: CellValues, place: CellPlace, coarser: float = 1.0
     ) -> torch.Tensor:
@@ -283,6 +288,12 @@ class ExactQuantiser(Quantiser):
         k, v = ((plane[tokens] for plane in quantised[i : i + size]) for i in (0, size))
         return CellValues(from_planes(k, dtype), from_planes(v, dtype))
 
+    def restore_pages(self, quantised: Quantised, pages: Sequence[torch.Tensor], places: Sequence[int]) -> None:
+        size, where = len(quantised) // len(TENSORS), np.array(places, dtype=np.int64)
+        for number, into in enumerate(pages):
+            planes = [plane.contiguous().numpy().data for plane in quantised[number * size : (number + 1) * size]]
+            _exact.join(planes, into.view(torch.uint8).numpy().data, where.data)
+
 
 def to_planes(*pieces: torch.Tensor) -> list[torch.Tensor]:
     """Return the bytes of values whose bits are rotated left by one, uint8, least significant first: a plane for each
@@ -304,5 +315,7 @@ def from_planes(planes: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Ten
     """Return the values that ``to_planes`` split."""
     whole = [plane.contiguous() for plane in planes]
     values = torch.empty(whole[0].shape, dtype=dtype)
-    _exact.join([plane.numpy().data for plane in whole], values.view(torch.uint8).numpy().data)
+    if values.numel():  # as one page
+        page = values.view(torch.uint8).flatten()[None].numpy().data
+        _exact.join([plane.numpy().data for plane in whole], page, bytes(8))
     return values

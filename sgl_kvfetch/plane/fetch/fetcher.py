@@ -115,7 +115,7 @@ class Destination(ABC):
 
 
 class PoolPages(Destination):
-    """Pages of a pool. Cells are dequantised."""
+    """Pages of a pool. Cells are restored: joined right into the pages, or dequantised and copied."""
 
     def __init__(self, pool: StridedPages, pages: Sequence[int]) -> None:
         """``pages``: one for each page of the fetch."""
@@ -125,21 +125,27 @@ class PoolPages(Destination):
 
     def decode(self, part: SpanPart, unit: ReadUnit, chunks: Sequence[CellChunks], decoders: Decoders) -> Keep:
         decoded = [unit.reader.decode_cell(cell, each, decoders) for cell, each in zip(unit.cells, chunks, strict=True)]
-        return partial(self._dequantise, part, unit, decoded)
+        return partial(self._restore, part, unit, decoded)
 
     def working_bytes(self, unit: ReadUnit) -> int:
-        """Count frames, their integers, and some values."""
+        """Count frames, their integers, and some values if these are dequantised."""
         most_values = max(min(_VALUES_AT_ONCE, unit.reader.manifest.cell_values(cell)) for cell in unit.cells)
-        return sum(2 * unit.reader.frames_bytes(cell) for cell in unit.cells) + most_values * _BYTES_A_VALUE
+        of_values = 0 if unit.reader.quantiser.is_lossless else most_values * _BYTES_A_VALUE
+        return sum(2 * unit.reader.frames_bytes(cell) for cell in unit.cells) + of_values
 
-    def _dequantise(self, part: SpanPart, unit: ReadUnit, decoded: Sequence[Quantised]) -> None:
-        """Dequantise cells a few pages at a time, and write those that are wanted."""
+    def _restore(self, part: SpanPart, unit: ReadUnit, decoded: Sequence[Quantised]) -> None:
+        """Join cells in the pages that are wanted, or dequantise them a few pages at a time, and write those."""
         reader = unit.reader
         page_size, grid = reader.geometry.page_size, reader.manifest.grid
         places = {page: self._pages[i] for page, i in zip(part.span_pages, part.request_pages, strict=True)}
         num_pages = reader.manifest.span_tokens(part.span) // page_size
         for cell, quantised in zip(unit.cells, decoded, strict=True):
             layers, heads = grid.layers(cell.layer_group), reader.heads_of(cell)
+            if reader.quantiser.is_lossless:
+                pages, into = self._pool.of_cell(layers, heads), [places.get(page, -1) for page in range(num_pages)]
+                if not self.write(partial(reader.quantiser.restore_pages, quantised, pages, into)):
+                    return
+                continue
             step = max(1, _VALUES_AT_ONCE * num_pages // reader.manifest.cell_values(cell))
             for first in range(0, num_pages, step):
                 wanted = [page for page in range(first, min(first + step, num_pages)) if page in places]

@@ -165,7 +165,13 @@ def test_the_native_coder_refuses_wrong_sizes() -> None:
     with pytest.raises(ValueError, match="rows of"):
         _ans.encode_fitted(sound, bytes(15), 8, 2)
     with pytest.raises(ValueError, match="rows of"):
-        _ans.decode_fitted(sound, b"", 8, 2, bytearray(15))
+        _ans.decode_fitted(sound, b"", b"", 8, 2, bytearray(15))
+    least = np.zeros(257, np.uint16)
+    least[[7, 256]] = 1023, 1
+    for wrong in (least[:0], np.tile(least, 17), least[:256], least * 2, np.roll(least, 1), least.view(np.uint8)[:-1]):
+        with pytest.raises(ValueError, match="are not of 1 to 16 distributions"):
+            _ans.decode_fitted(sound, wrong.data, b"", 8, 2, bytearray(16))
+    assert _ans.decode_fitted(sound, least.data, b"", 8, 2, bytearray(16)) == "is shorter than the sizes of its groups"
     for broken in ((b"", *sound[1:]), (*sound[:2], b"\xff" * 2048, *sound[3:])):
         with pytest.raises(ValueError, match="tables have the wrong sizes"):
             _ans.encode(broken, bytes(16), 2, 8)

@@ -379,7 +379,7 @@ def test_a_manifest_has_the_minor_version_of_its_writer() -> None:
     manifest = make_segment()[0].manifest
     expiring = msgspec.structs.replace(manifest, expires=1_800_000_000)
     assert decode_manifest(expiring.encode()) == expiring
-    assert [struct.unpack_from("<H", each.encode(), 6) for each in (manifest, expiring)] == [(7,)] * 2
+    assert [struct.unpack_from("<H", each.encode(), 6) for each in (manifest, expiring)] == [(8,)] * 2
     assert body_of(expiring) == body_of(manifest) | {"expires": 1_800_000_000}
     assert "expires" not in body_of(manifest)
 
@@ -396,7 +396,7 @@ def test_what_a_newer_version_wrote_is_not_written_again() -> None:
     require_rewritable(manifest.encode())
     newer = as_newer(manifest.encode())
     assert decode_manifest(newer) == manifest
-    with pytest.raises(FormatVersionError, match=r"version 2\.8"):
+    with pytest.raises(FormatVersionError, match=r"version 2\.9"):
         require_rewritable(newer)
 
 

@@ -118,5 +118,5 @@ def test_a_newer_minor_version_with_a_new_field_is_read(coded: CodedSegment) -> 
     body = msgspec.msgpack.decode(raw[12:-CHECKSUM_BYTES])
     body["later"] = {"more": 1}
     packed = msgspec.msgpack.encode(body)
-    newer = struct.pack("<4sHHI", b"KVFM", 2, 7, len(packed)) + packed + bytes(CHECKSUM_BYTES)
+    newer = struct.pack("<4sHHI", b"KVFM", 2, 8, len(packed)) + packed + bytes(CHECKSUM_BYTES)
     assert decode_manifest(resealed(newer)) == coded.manifest

@@ -1,12 +1,19 @@
+import os
+import random
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
+from sgl_kvfetch.codec.bitstream.ans import AnsTablesCodec
+from sgl_kvfetch.codec.layout.frames import FLAT, tile_layout
 from sgl_kvfetch.codec.quant import PlainQuantiserName, _exact
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser, join_parts, to_planes
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KV_DTYPES, torch_dtype
+from tests.codec.quant.hostile import KINDS, hostile
 
 DTYPES = list(KV_DTYPES)
 
@@ -78,17 +85,71 @@ def test_planes_are_joined_into_strided_values(size: int) -> None:
     _exact.split(values.data, [plane.data for plane in planes], 2)
     assert not any(plane[:2].any() for plane in planes)
     joined = np.zeros_like(memory)
-    _exact.join([plane[2:].data for plane in planes], joined[:, ::2, 1:3].data)
+    _exact.join([plane[2:].data for plane in planes], joined[None, :, ::2, 1:3].data, bytes(8))
     assert np.array_equal(joined[:, ::2, 1:3], values)
     joined[:, ::2, 1:3] = 0
     assert not joined.any()
 
 
+CASES = int(os.environ.get("KVFETCH_EXACT_CASES", "1000"))
+
+
+def test_hostile_cells_come_back_in_pages_of_any_layout_and_nothing_else_is_written() -> None:
+    """Coded by each implementation, decoded by both. KVFETCH_EXACT_CASES is the number of cells."""
+    quantiser, codecs = make_quantiser("exact"), (AnsTablesCodec(), AnsTablesCodec(is_portable=True))
+    for seed in range(CASES):
+        pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        dtype = torch_dtype(DTYPES[seed % len(DTYPES)])
+        page_size, num_pages = pick.choice([1, 3, 16, 64]), pick.randint(1, 6)
+        layers, heads = pick.randint(1, 3), pick.randint(1, 3)
+        kind, shape = pick.choice(KINDS), (num_pages * page_size, layers, heads)
+        values = CellValues(*(hostile((*shape, pick.choice([8, 24])), dtype, kind, generator) for _ in "kv"))
+        planes = quantiser.quantise(values, place_of(values))
+        decoded = []
+        for plane in planes:
+            layout = tile_layout(heads, plane.shape[3], len(plane), FLAT)
+            bitstream = codecs[seed % 2].encode(frames := layout.to_frames(plane))
+            found = [codec.decode(bitstream, (len(frames), 1, frames.shape[3])) for codec in codecs]
+            assert torch.equal(*found)
+            decoded.append(layout.from_frames(found[0], tuple(plane.shape)))
+        places = pick.sample([*range(2 * num_pages), *[-1] * num_pages], num_pages)
+        pools = [random_bits(dtype, (layers + 2, 2 * num_pages, page_size, heads + 1, x.shape[3])) for x in values]
+        views = [pool[1:-1, :, :, 1:].permute(1, 2, 0, 3, 4) for pool in pools]
+        expected = [pool.clone().view(torch.uint8) for pool in pools]
+        for before, x in zip(expected, values, strict=True):
+            pages = x.view(torch.uint8).view(num_pages, page_size, layers, heads, -1).permute(0, 2, 1, 3, 4)
+            for page, place_ in enumerate(places):
+                if place_ >= 0:
+                    before[1:-1, place_, :, 1:] = pages[page]
+        quantiser.restore_pages(tuple(decoded), views, places)
+        assert all(torch.equal(pool.view(torch.uint8), x) for pool, x in zip(pools, expected, strict=True)), seed
+
+
+def test_pages_that_do_not_fit_are_refused() -> None:
+    pages, planes = np.zeros((4, 3, 6), np.uint8), [bytearray(18), bytearray(18)]
+
+    def join(planes: Sequence[bytearray], pages: np.ndarray, places: Sequence[int]) -> None:
+        _exact.join(planes, pages.data, np.array(places, np.int64).data)
+
+    join(planes, pages, [0, -1])
+    for wrong in ([], [0], [0, 1, 2]):
+        with pytest.raises(ValueError, match=f"2 planes of 18 bytes do not fit {len(wrong)} pages of 18 bytes"):
+            join(planes, pages, wrong)
+    for wrong in ([0, 4], [-2, 0], [1 << 40, 0]):
+        with pytest.raises(ValueError, match="is not one of 4"):
+            join(planes, pages, wrong)
+    for few in ([], [bytearray(18), bytearray(17)], [bytearray(18)] * 9, [bytearray(18)] * 4):
+        with pytest.raises(ValueError, match="do not fit"):
+            join(few, pages, [0, 1])
+    with pytest.raises(ValueError, match="do not fit"):
+        join(planes, pages.reshape(-1), [0, 1])
+    with pytest.raises(ValueError, match="do not fit"):
+        _exact.join(planes, pages.data, bytes(15))
+
+
 def test_planes_that_do_not_fit_are_refused() -> None:
     values = np.zeros((4, 6), np.uint8)
     for planes in ([], [bytearray(12)], [bytearray(12), bytearray(11)], [bytearray(3)] * 9):
-        with pytest.raises(ValueError, match="24 bytes of values do not fit"):
-            _exact.join(planes, values.data)
         with pytest.raises(ValueError, match="24 bytes of values do not fit"):
             _exact.split(values.data, planes, 0)
     for first in (-1, 1, 13):
