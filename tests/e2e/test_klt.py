@@ -96,6 +96,36 @@ def _first_differs(answer: Generation, computed: Generation) -> bool:
     return answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-4)
 
 
+def test_levels_are_left_out_where_the_link_is_too_slow_for_all(
+    host: Shared, published: Published, tmp_path: Path
+) -> None:
+    """All levels take three times as long as a prompt may to arrive whole. That is known once it was read once."""
+    finest, *_, coarsest = (step.kl for step in load_profile(published.profile).curve)
+    levels = {"count": 3, "max_kl": min(coarsest, 10)}
+    keys = {"quantiser": "klt", "profile": str(published.profile)}
+    config: dict[str, Any] = keys | {"target_kl": finest, "levels": levels}
+    prompt = make_prompt(1)
+    with StoreProcess(tmp_path / "store") as store, host.attached(store.url, **config) as server:
+        ask(server, prompt)
+        wait_until_written(server, PAGES)
+        whole_bytes = read_metric(server.metrics(), "sgl_kvfetch_wire_bytes_total", direction="write")
+    link = StoreProcess(tmp_path / "store", port=store.port, link_gbps=[whole_bytes * 8e-9 / 3])
+    with link, host.attached(store.url, **config) as server:
+        ask(server, prompt)
+        first = server.metrics()
+        server.flush()
+        answer = ask(server, prompt)
+        second = server.metrics()
+    assert from_storage(answer) >= 0.9 * 640
+    assert _num_cells(first, 0) > 0
+    assert _num_cells(first, 1) == _num_cells(first, 2) == 0
+    coarse = _num_cells(second, 1) + _num_cells(second, 2)
+    assert coarse > 0
+    assert _num_cells(second, 0) + coarse == 2 * _num_cells(first, 0)
+    read = "sgl_kvfetch_wire_bytes_total"
+    assert read_metric(second, read, direction="read") < 1.9 * read_metric(first, read, direction="read")
+
+
 def test_two_ranks_share_a_profile(model: Path, published: Published) -> None:
     """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
     calibrated = load_profile(published.profile)
