@@ -35,7 +35,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
     """Builds backends on one store. The namespace, which would ask a running engine, is a fixed one."""
 
     def namespace(config: Any, quantiser: Any, rank: Any, geometry: KVGeometry, first_layer: int, sides: str) -> Any:
-        return make_heads(geometry, quantiser, model=f"a model {sides}")
+        return make_heads(geometry, quantiser, model=f"a model {config.model_id or ''} {rank.tp_rank} {sides}")
 
     monkeypatch.setattr(starting, "engine_heads", namespace)
     monkeypatch.setattr(starting, "draft_model", lambda config: "a model")
@@ -48,6 +48,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         *,
         sides: Mapping[PoolName, Any] | None = None,
         stages: int = 1,
+        place: Mapping[str, Any] | None = None,
         linger_s: float = 0.01,
         **config: Any,
     ) -> KVFetchStorage:
@@ -55,8 +56,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
         no_audits = {"audit_share": 0}  # which hits they cut is drawn
         extra = {"store": url, "codec": "zstd"} | patient | no_audits | config
-        place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost), pp_size=stages)
-        made.append(KVFetchStorage(place, pool or make_pool()))
+        is_mla = isinstance(pool, MLATokenToKVPoolHost)
+        whole = storage_config(extra_config=extra, is_mla_model=is_mla, pp_size=stages, **place or {})
+        made.append(KVFetchStorage(whole, pool or make_pool()))
         for name, side in (sides or {}).items():
             made[-1].register_mem_host_pool_v2(side, name)
         made[-1].on_host_pools_registered()

@@ -11,7 +11,7 @@ from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.protocol import quantiser
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig, rig as linker_rig
-from tests.plugin.device.rig import Rig, key_of
+from tests.plugin.device.rig import Rig
 
 LAYERS, HEADS, DIM = 3, 2, 8
 
@@ -36,7 +36,6 @@ def loaded(rig: Rig, tokens: list[int]) -> list[torch.Tensor]:
     """Return what the tree has of a prompt after it was admitted, layer by layer, K then V."""
     request = rig.arrive_staged(tokens)
     assert rig.admit(request) == [len(tokens)]
-    matched = rig.cache.match_prefix(linker_rig.MatchPrefixParams(key=key_of(tokens)))
-    assert matched.device_prefix_len == len(tokens)
-    slots = rig.cache.path_device_indices(matched.last_device_node)
+    slots = rig.slots_of(tokens)
+    assert len(slots) == len(tokens)
     return [buffer[slots] for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]

@@ -70,11 +70,11 @@ def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
     return torch.cat(pages)
 
 
-def following_values(tokens: Sequence[int], number: int, buffer: torch.Tensor) -> torch.Tensor:
+def following_values(tokens: Sequence[int], number: int, buffer: torch.Tensor, weights: str = "") -> torch.Tensor:
     """Return what a buffer of a side pool that follows K and V has of a prompt, ``(tokens, heads, dim)``. A draft model
     that goes by pairs of tokens has nothing of the first token: give those behind it."""
     heads, dim = buffer.shape[1:]
-    return page_values(tokens, f"buffer {number} of side pools")[:, 0, :heads, :dim].to(buffer.dtype)
+    return page_values(tokens, f"buffer {number} of side pools{weights}")[:, 0, :heads, :dim].to(buffer.dtype)
 
 
 @dataclass(eq=False)
@@ -121,9 +121,13 @@ def key_of(tokens: Sequence[int], extra_key: str | None = None, has_pairs: bool 
     return RadixKey(array("q", tokens), extra_key=extra_key, is_bigram=has_pairs).page_aligned(PAGE)
 
 
+_CONNECTING = threading.Lock()
+
+
 @dataclass
 class Rig:
-    """One rank. Its methods do what SGLang's scheduler does."""
+    """One rank. Its methods do what SGLang's scheduler does. ``install`` makes what the linker opens next this rank's.
+    ``extra_key``: of its requests, such as an adapter's. ``weights``: a name for those that it computes with now."""
 
     cache: UnifiedRadixCache
     linker: KVFetchLinker
@@ -131,10 +135,13 @@ class Rig:
     served: Served
     num_slots: int
     extra_config: str
+    install: Callable[[], None]
     windows: MHATokenToKVPool | None = None
     following: Sequence[torch.Tensor] = ()  # the buffers of side pools that have the slots of K and V
     has_pairs: bool = False
     requests: list[Request] = field(default_factory=list)
+    extra_key: str | None = None
+    weights: str = ""
 
     @property
     def parts(self) -> Any:
@@ -155,7 +162,7 @@ class Rig:
 
     def arrive(self, tokens: Sequence[int], rid: str = "", *, is_idle: bool = False) -> Request:
         # One token more, which is always computed.
-        request = Request(rid or f"r{len(self.requests)}", [*tokens, 1])
+        request = Request(rid or f"r{len(self.requests)}", [*tokens, 1], extra_key=self.extra_key)
         self.requests.append(request)
         self.linker.arrive(request, self.cache, is_idle=is_idle)
         return request
@@ -232,7 +239,7 @@ class Rig:
         num_tokens = len(key) - len(prefix)
         new = self._alloc(tokens, num_tokens) if num_tokens else prefix[:0]
         for tensor, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True):
-            values = page_values(tokens, tensor)[len(prefix) : len(key)]
+            values = self.values(tokens, tensor)[len(prefix) : len(key)]
             for layer, buffer in enumerate(buffers):
                 buffer[new] = _as_stored(values[:, layer], self.pool)
         for number, buffer in enumerate(self.following):
@@ -262,14 +269,13 @@ class Rig:
         """Yield the buffers of the windows' K and V with what is in them for these tokens."""
         assert self.windows is not None
         for tensor, buffers in zip(TENSORS, (self.windows.k_buffer, self.windows.v_buffer), strict=True):
-            yield buffers, page_values(tokens, f"{tensor} of windows")
+            yield buffers, self.values(tokens, f"{tensor} of windows")
 
     def holds_window(self, tokens: Sequence[int], num_tokens: int) -> bool:
         """Return whether the windows' pool has the right values of the last ``num_tokens`` of these."""
-        matched = self.cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
-        if matched.device_prefix_len < len(tokens):
+        slots = self.slots_of(tokens)[-num_tokens:]
+        if len(slots) < num_tokens:
             return False
-        slots = self.cache.path_device_indices(matched.last_device_node)[-num_tokens:]
         there = self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[slots]
         return bool(there.all()) and all(
             torch.equal(buffer[there], values[-num_tokens:, layer])
@@ -303,14 +309,17 @@ class Rig:
         return tokens
 
     def stored_by_all(self, tokens: Sequence[int]) -> None:
-        """Do the same on several ranks, which step together. They agree on what has been offloaded, and so take the
-        same number of steps."""
+        """Do the same on several ranks, which step together."""
         self.compute(tokens)
+        self.write_on_all()
+        self.flush()
+
+    def write_on_all(self) -> None:
+        """Write all on several ranks. They agree on what has been offloaded, and so take the same number of steps."""
         while self.cache.linker.pending_offloads:
             self.step()
             time.sleep(0.001)
         self.served.write_all()
-        self.flush()
 
     def write_all(self) -> None:
         self.settle(lambda: not self.cache.linker.pending_offloads)
@@ -323,6 +332,10 @@ class Rig:
     def flush(self) -> None:
         self.cache.reset()
         self.cache.token_to_kv_pool_allocator.clear()
+        self.overwrite()
+
+    def overwrite(self) -> None:
+        """Leave nothing of what the pools have had."""
         pools = [pool for pool in (self.pool, self.windows) if pool is not None]
         for buffer in [*self.following, *(each for pool in pools for each in (*pool.k_buffer, *pool.v_buffer))]:
             buffer.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
@@ -337,23 +350,59 @@ class Rig:
 
     def holds(self, tokens: Sequence[int], num_tokens: int) -> bool:
         """Return whether the tree has these tokens, with the right values."""
-        matched = self.cache.match_prefix(MatchPrefixParams(key=self._key(tokens)))
-        if matched.device_prefix_len < num_tokens:
+        slots = self.slots_of(tokens)[:num_tokens]
+        if len(slots) < num_tokens:
             return False
-        slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
-        return all(
-            torch.equal(buffer[slots], self._following(tokens, number, buffer)[:num_tokens])
-            for number, buffer in enumerate(self.following)
-        ) and all(
-            torch.equal(torch.stack([buffer[slots] for buffer in buffers], dim=1), page_values(tokens, t)[:num_tokens])
+        return self.holds_following(tokens, num_tokens) and all(
+            torch.equal(torch.stack([buffer[slots] for buffer in buffers], dim=1), self.values(tokens, t)[:num_tokens])
             for t, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True)
         )
 
+    def holds_following(self, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Return whether what follows K and V of these tokens has the right values."""
+        slots = self.slots_of(tokens)[:num_tokens]
+        return all(
+            torch.equal(buffer[slots], self._following(tokens, number, buffer)[:num_tokens])
+            for number, buffer in enumerate(self.following)
+        )
+
+    def slots_of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the slots of what the tree has of these tokens."""
+        matched = self.cache.match_prefix(MatchPrefixParams(key=self._key(tokens)))
+        return self.cache.path_device_indices(matched.last_device_node)[: matched.device_prefix_len]
+
+    def values(self, tokens: Sequence[int], name: str) -> torch.Tensor:
+        """Return what this rank computes, ``(tokens, layers, heads, dim)``. ``name``: "k", "v", or of side pages."""
+        return page_values(tokens, name + self._computed_with)
+
+    @property
+    def _computed_with(self) -> str:
+        return f"{self.weights}{self.extra_key or ''}"
+
     def _key(self, tokens: Sequence[int]) -> RadixKey:
-        return key_of(tokens, has_pairs=self.has_pairs)
+        return key_of(tokens, self.extra_key, self.has_pairs)
 
     def _following(self, tokens: Sequence[int], number: int, buffer: torch.Tensor) -> torch.Tensor:
-        return following_values(tokens[self.has_pairs :], number, buffer)
+        return following_values(tokens[self.has_pairs :], number, buffer, self._computed_with)
+
+    def assert_untouched(self, slots: torch.Tensor) -> None:
+        """Assert that since the last flush, nothing was written to any slot but these."""
+        is_free = torch.ones(self.num_slots + PAGE, dtype=torch.bool)
+        is_free[slots] = False
+        buffers = [(is_free, each) for each in (*self.pool.k_buffer, *self.pool.v_buffer, *self.following)]
+        if self.windows is not None:
+            of_windows = torch.ones_like(is_free)
+            of_windows[self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[slots]] = False
+            of_windows[0] = False  # where those are mapped to that have none
+            buffers += [(of_windows, each) for each in (*self.windows.k_buffer, *self.windows.v_buffer)]
+        for others, buffer in buffers:
+            assert bool((buffer[others].view(torch.uint8) == 0xFF).all()), "a slot of nobody was written to"
+
+    def connect(self, **changes: Any) -> None:
+        """Attach the store again, with another config."""
+        with _CONNECTING:
+            self.install()
+            self.linker.connect(json.dumps(json.loads(self.extra_config) | changes))
 
     def assert_nothing_held(self) -> None:
         """Assert that every slot is free or evictable, and that no memory is kept for requests."""
@@ -441,7 +490,7 @@ def make_rig(
             pool = of_model.main_pool
         allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, dtype, "cpu", of_model, False)
     # A draft model has other heads than the model; MTP's layers, which are packed, have the model's.
-    of_draft = (1, 16, 2) if following == "draft" else (HEADS, DIM, 1)
+    of_draft = (1, min(16, DIM), 2) if following == "draft" else (HEADS, DIM, 1)
     num_drafts = {"draft": 1, "packed": 2}.get(following, 0)
     drafts = tuple(
         MHATokenToKVPool(num_slots, PAGE, torch.bfloat16, *of_draft, "cpu", False) for _ in range(num_drafts)
@@ -463,15 +512,14 @@ def make_rig(
         mtp_draft_device_pools=drafts if following == "packed" else (),
     )
     served = Served()
-    starting._launch = served.launch
-
     own_rank = rank
     of_store = quantiser or make_quantiser("exact")
 
     def open_engine_plane(
         config: Any, rank: Any, pages: Any, gpu: int | None, sides: Any, staging_bytes: int, takes_code: bool
     ) -> DataPlane:
-        heads, sizes = make_heads(pages.geometry, of_store, model=f"rank {own_rank}"), sides.page_bytes
+        heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}{config.model_id or ''}")
+        sizes = sides.page_bytes
         room = config.write_queue_bytes, staging_bytes, config.memory_cache
         start = starting.Opening(heads, own_rank, pages, gpu, None, sizes, takes_code, None).start(config, of_store)
         return DataPlane(start, Peer(Setup(starting._launch, pages.geometry, sizes, *room)))
@@ -480,7 +528,11 @@ def make_rig(
         pool = pools.kv
         return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
 
-    vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
+    def install() -> None:
+        vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
+        starting._launch = served.launch
+
+    install()
     service.__dict__["config_quantiser"] = lambda config: of_store
     extra = {
         "store": url,
@@ -503,7 +555,7 @@ def make_rig(
         linker._rank.tp_size = 2
         linker.detach()
         linker.connect(json.dumps(extra))
-    return Rig(cache, linker, pool, served, num_slots, json.dumps(extra), windows, buffers, has_pairs)
+    return Rig(cache, linker, pool, served, num_slots, json.dumps(extra), install, windows, buffers, has_pairs)
 
 
 class Ranks:

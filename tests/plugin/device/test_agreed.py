@@ -32,7 +32,7 @@ from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.gated_store import Gate
 from tests.plugin.device.gpu_models import LAYERS, loaded, make_quantiser, use_small_model
-from tests.plugin.device.rig import PAGE, MatchPrefixParams, Ranks, Rig, following_values, key_of, prompt
+from tests.plugin.device.rig import PAGE, Ranks, Rig, following_values, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -146,10 +146,8 @@ class Rank:
         return num_tokens // PAGE
 
     def _check(self, case: Case, tokens: list[int], num_tokens: int) -> None:
-        rig = self.rig
-        matched = rig.cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
-        assert matched.device_prefix_len == len(tokens)
-        slots = rig.cache.path_device_indices(matched.last_device_node)
+        rig, slots = self.rig, self.rig.slots_of(tokens)
+        assert len(slots) == len(tokens)
         of_prompt = slice(case.num_before * PAGE, case.num_before * PAGE + num_tokens)
         buffers = [*rig.pool.k_buffer, *rig.pool.v_buffer]
         for buffer, values in zip(buffers, self.expected[case.which], strict=True):
@@ -158,10 +156,7 @@ class Rank:
             assert torch.equal(buffer[slots], following_values(tokens, number, buffer))
         if rig.windows is not None:
             assert rig.holds_window(tokens, WINDOW)
-        is_free = torch.ones(NUM_SLOTS + PAGE, dtype=torch.bool)
-        is_free[slots] = False
-        for buffer in (*buffers, *rig.following):
-            assert bool((buffer[is_free].view(torch.uint8) == 0xFF).all()), "a slot of nobody was written to"
+        rig.assert_untouched(slots)
 
 
 def lose_levels(folder: Path, but: set[Path]) -> None:

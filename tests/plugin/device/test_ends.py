@@ -161,18 +161,6 @@ def test_nothing_is_loaded_after_the_weights_changed(make: MakeRig, moment: str)
     rig.assert_nothing_held()
 
 
-def test_pages_of_other_adapters_are_not_loaded(rig: Rig) -> None:
-    """The adapter's name is part of the page hashes, as in host mode."""
-    rig.stored(prompt(0))
-    request = Request("adapter", [*prompt(0), 1], extra_key="adapter")
-    rig.linker.arrive(request, rig.cache)
-    rig.await_unparked(request)
-    request.init_next_round_input(rig.cache)
-    assert request.host_hit_length == 0
-    rig.linker.prefixes.leave(request.rid)
-    rig.assert_nothing_held()
-
-
 def test_a_request_that_is_retracted_is_staged_again(rig: Rig) -> None:
     rig.stored(prompt(0))
     request = rig.arrive_staged(prompt(0))

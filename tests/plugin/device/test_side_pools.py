@@ -51,65 +51,73 @@ pytestmark = pytest.mark.slow
 WINDOW = 8  # tokens: two pages
 
 
-@pytest.fixture(params=["python", "rust", "on a GPU"])
+KINDS: dict[str, dict[str, Any]] = {"windows": {"window": WINDOW}} | {
+    kind: {"following": kind} for kind in ("draft", "packed", "indexer")
+}
+
+
+def of_place(place: str) -> dict[str, Any]:
+    """Return how a rig is made: with SGLang's tree in Python or Rust, or on a GPU."""
+    return {"gpu": FakeDevice(seed=1)} if place == "on a GPU" else {"core": place}
+
+
+@pytest.fixture(
+    params=[
+        *(("windows", place) for place in ("python", "rust", "on a GPU")),
+        *(("draft", "python"), ("packed", "rust"), ("indexer", "python")),
+        *((kind, "on a GPU") for kind in ("draft", "packed", "indexer")),
+    ],
+    ids=" ".join,
+)
 def rig(make: MakeRig, request: pytest.FixtureRequest) -> Rig:
-    if request.param == "on a GPU":
-        return make(window=WINDOW, gpu=FakeDevice(seed=1))
-    return make(core=request.param, window=WINDOW)
+    """With windows, or with a side pool that has the slots of K and V: a page has one for each page of these."""
+    kind, place = request.param
+    return make(**KINDS[kind], **of_place(place))
 
 
-def test_a_prefix_is_loaded_with_the_window_at_its_end(rig: Rig) -> None:
-    tokens = rig.stored(prompt(0))
-    assert rig.fetch(tokens) == 32
-    assert rig.holds(tokens, 32)
-    assert rig.holds_window(tokens, WINDOW)
-    rig.assert_nothing_held()
+def holds(rig: Rig, tokens: Sequence[int], of_window: int = WINDOW) -> bool:
+    """Return whether the tree has these tokens, with all that they need."""
+    return rig.holds(tokens, len(tokens)) and (rig.windows is None or rig.holds_window(tokens, of_window))
 
 
 def test_a_conversation_goes_on_from_a_stored_prefix(rig: Rig) -> None:
-    """Each turn's end is stored with its window, also behind a prefix that was itself loaded."""
+    """Each turn's end is stored with its side pages, also behind a prefix that was itself loaded."""
     tokens = rig.stored(prompt(0))
-    for turn in range(1, 4):
+    for turn in range(1, 3):
         longer = tokens + prompt(turn, 3)
         assert rig.fetch(longer) == len(tokens)
-        assert rig.holds_window(longer, WINDOW)
+        assert holds(rig, longer)
         rig.write_all()
         rig.flush()
         tokens = longer
-    assert rig.fetch(tokens) == len(tokens)
-    assert rig.holds(tokens, len(tokens))
-    assert rig.holds_window(tokens, WINDOW)
+    rig.compute(tokens[:-4])  # what the tree has is not loaded; the window begins there
+    assert rig.fetch(tokens) == 4
+    assert holds(rig, tokens)
     rig.assert_nothing_held()
 
 
-def test_a_prompt_that_shares_a_part_gets_the_window_before_it_leaves(rig: Rig) -> None:
+def test_a_prompt_that_shares_a_part_gets_the_side_pages_of_it(rig: Rig) -> None:
     tokens = rig.stored(prompt(0))
     other = tokens[:20] + prompt(1, 3)
     assert rig.fetch(other) == 20
-    assert rig.holds(other, 32)
-    assert rig.holds_window(other, 12 + WINDOW)
+    assert holds(rig, other, 12 + WINDOW)
     rig.assert_nothing_held()
 
 
-def test_what_the_tree_has_is_not_loaded(rig: Rig) -> None:
-    tokens = rig.stored(prompt(0))
-    rig.compute(tokens[:28])
-    assert rig.fetch(tokens) == 4  # a page, whose window begins in the tree
-    assert rig.holds_window(tokens, WINDOW)
-    rig.assert_nothing_held()
-
-
-def test_requests_at_once_have_their_own_windows(rig: Rig) -> None:
+def test_requests_at_once(rig: Rig) -> None:
+    """Each has its own window. Of other side pools, the second one waits for what the first one brings."""
     shared = prompt(0)
     longer = shared + prompt(1, 2)
     rig.stored(longer)
     first, second = rig.arrive(shared), rig.arrive(longer)
-    rig.await_unparked(first, second)
+    rig.await_unparked(first)
+    assert rig.windows is not None or rig.is_parked(second)
+    if rig.windows is not None:
+        rig.await_unparked(second)
     assert rig.admit(first) == [32]
-    rig.step()
-    assert sum(rig.admit(second)) in (8, 40)  # the tree may have what the first one brought
-    assert rig.holds(longer, 40)
-    assert rig.holds_window(longer, WINDOW)
+    rig.await_unparked(second)
+    assert sum(rig.admit(second)) in ((8,) if rig.windows is None else (8, 40))  # the tree may have the first one's
+    assert holds(rig, longer)
     rig.assert_nothing_held()
 
 
@@ -121,24 +129,26 @@ def one_segment(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "damaged"])
 @pytest.mark.usefixtures("one_segment")
-def test_a_prefix_without_its_window_is_computed_and_stored_again(rig: Rig, tmp_path: Path, fault: str) -> None:
+def test_pages_without_their_side_pages_are_computed_and_stored_again(rig: Rig, tmp_path: Path, fault: str) -> None:
     tokens = rig.stored(prompt(0))
     for side, path in side_objects(tmp_path):
-        assert {page.pool for page in side.pages} == {"swa"}
+        assert side.pages
         if fault == "missing":
             path.unlink()
         else:
             content = bytearray(path.read_bytes())
-            content[-len(content) // 8] ^= 1  # of the window at the prompt's end
+            content[-len(content) // 8] ^= 1  # of the prompt's end
             path.write_bytes(content)
     request = rig.arrive_staged(tokens)
     rig.served.wait_until_idle()  # the store deletes the segment
-    assert rig.admit(request) == [0]
-    assert rig.holds(tokens, 32)
+    (num_loaded,) = rig.admit(request)
+    # A window is for the end of a prefix; of other side pools, pages in front of the damaged one are of use.
+    assert num_loaded == 0 if rig.windows is not None or fault == "missing" else 0 < num_loaded < 32
+    assert holds(rig, tokens)
     rig.write_all()
     rig.flush()
     assert rig.fetch(tokens) == 32
-    assert rig.holds_window(tokens, WINDOW)
+    assert holds(rig, tokens)
     rig.assert_nothing_held()
 
 
@@ -146,15 +156,6 @@ def side_objects(root: Path) -> Iterator[tuple[Side, Path]]:
     for path in root.rglob("*.kvm"):
         manifest = decode_manifest(path.read_bytes())
         yield from ((side, root / manifest.data_name(side)) for side in manifest.sides)
-
-
-def test_a_request_that_leaves_frees_its_window(make: MakeRig) -> None:
-    rig = make(window=WINDOW)
-    tokens = rig.stored(prompt(0))
-    request = rig.arrive_staged(tokens)
-    rig.linker.prefixes.leave(request.rid)
-    rig.assert_nothing_held()
-    assert rig.fetch(tokens) == 32
 
 
 def with_a_rank_that_has(num_pages: int) -> Callable[[torch.Tensor], None]:
@@ -168,163 +169,37 @@ def with_a_rank_that_has(num_pages: int) -> Callable[[torch.Tensor], None]:
     return agree
 
 
-@pytest.mark.parametrize("num_theirs", [7, 9])
-def test_ranks_that_staged_other_numbers_of_pages_load_nothing(make: MakeRig, num_theirs: int) -> None:
+@pytest.mark.parametrize(("kind", "num_theirs", "num_loaded"), [("windows", 7, 0), ("windows", 9, 0), ("draft", 7, 28)])
+def test_ranks_that_staged_other_numbers_of_pages(make: MakeRig, kind: str, num_theirs: int, num_loaded: int) -> None:
     """The window is for the end of what a rank has. Both see that at once, and neither waits for room for nothing."""
-    make(window=WINDOW).stored(tokens := prompt(0))
-    rig = make(window=WINDOW, agree=with_a_rank_that_has(num_theirs))
+    make(**KINDS[kind]).stored(tokens := prompt(0))
+    rig = make(**KINDS[kind], agree=with_a_rank_that_has(num_theirs))
     request = rig.arrive_staged(tokens)
-    assert not rig.linker.prefixes.has(request.rid)
-    assert rig.admit(request) == [0]
-    assert rig.holds_window(tokens, WINDOW)
+    assert rig.linker.prefixes.has(request.rid) == bool(num_loaded)
+    assert rig.admit(request) == [num_loaded]
+    assert holds(rig, tokens)
     rig.assert_nothing_held()
 
 
-def test_what_the_store_has_lost_is_written_again_with_its_window(rig: Rig) -> None:
-    tokens = prompt(0)
-    rig.compute(tokens)
-    rig.write_all()
-    rig.evict()
-    rig.parts.plane.clear()
-    assert rig.fetch(tokens) == 0
-    rig.write_all()
-    rig.evict()
-    assert rig.fetch(tokens) == 32
-    assert rig.holds_window(tokens, WINDOW)
-    rig.assert_nothing_held()
-
-
-def test_a_window_that_begins_before_a_node_is_written_with_it(rig: Rig) -> None:
-    """The store has lost what it had of the nodes before."""
-    longer = rig.lost(prompt(0)) + prompt(1, 1)  # less than a window
+def test_side_pages_of_nodes_before_are_written_where_the_store_lost_them(rig: Rig) -> None:
+    """A window begins before its node, which is shorter than it."""
+    longer = rig.lost(prompt(0)) + prompt(1, 1)
     rig.compute(longer)
     rig.write_all()
     rig.flush()
     assert rig.fetch(longer) == 36
-    assert rig.holds_window(longer, WINDOW)
+    assert holds(rig, longer)
     rig.assert_nothing_held()
 
 
-@pytest.fixture(params=["draft", "packed", "indexer"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Of the side pool, which has the slots of K and V."""
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(params=["python", "rust", "on a GPU"])
-def follower(make: MakeRig, kind: str, request: pytest.FixtureRequest) -> Rig:
-    if request.param == "on a GPU":
-        return make(following=kind, gpu=FakeDevice(seed=1))
-    return make(following=kind, core=request.param)
-
-
-def test_drafts_and_indexers_are_loaded_with_k_and_v(follower: Rig) -> None:
-    """Also behind a prefix that was itself loaded, and where the tree has a part."""
-    tokens = follower.stored(prompt(0))
-    longer = tokens + prompt(1, 3)
-    assert follower.fetch(longer) == 32
-    assert follower.holds(longer, 44)
-    follower.write_all()
-    follower.flush()
-    follower.compute(longer[:8])
-    assert follower.fetch(longer) == 36
-    assert follower.holds(longer, 44)
-    follower.assert_nothing_held()
-
-
-def test_a_prompt_that_shares_a_part_gets_drafts_and_indexers_of_it(follower: Rig) -> None:
-    tokens = follower.stored(prompt(0))
-    other = tokens[:20] + prompt(1, 3)
-    assert follower.fetch(other) == 20
-    assert follower.holds(other, 32)
-    follower.assert_nothing_held()
-
-
-def test_requests_at_once_fetch_drafts_and_indexers_once(follower: Rig) -> None:
-    shared = prompt(0)
-    longer = shared + prompt(1, 2)
-    follower.stored(longer)
-    first, second = follower.arrive(shared), follower.arrive(longer)
-    follower.settle(lambda: not follower.is_parked(first))
-    assert follower.is_parked(second)  # it waits for what the first one brings
-    assert follower.admit(first) == [32]
-    follower.await_unparked(second)
-    assert follower.admit(second) == [8]
-    assert follower.holds(longer, 40)
-    follower.assert_nothing_held()
-
-
-def test_ranks_load_what_all_have_of_drafts_and_indexers(make: MakeRig, kind: str) -> None:
-    """No page is for the end of a prefix alone."""
-    make(following=kind).stored(tokens := prompt(0))
-    rig = make(following=kind, agree=with_a_rank_that_has(7))
-    assert rig.fetch(tokens) == 28
-    assert rig.holds(tokens, 32)
-    rig.assert_nothing_held()
-
-
-@pytest.mark.parametrize("fault", ["missing", "damaged"])
-@pytest.mark.usefixtures("one_segment")
-def test_pages_without_their_drafts_or_indexers_are_computed_and_stored_again(
-    follower: Rig, tmp_path: Path, fault: str
-) -> None:
-    tokens = follower.stored(prompt(0))
-    for side, path in side_objects(tmp_path):
-        assert {page.page for page in side.pages} == {*range(8)}
-        if fault == "missing":
-            path.unlink()
-        else:
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-    request = follower.arrive_staged(tokens)
-    follower.served.wait_until_idle()  # the store deletes the segment
-    (num_loaded,) = follower.admit(request)
-    assert num_loaded == 0 if fault == "missing" else 0 < num_loaded < 32  # those in front of the damaged one
-    assert follower.holds(tokens, 32)
-    follower.write_all()
-    follower.flush()
-    assert follower.fetch(tokens) == 32
-    assert follower.holds(tokens, 32)
-    follower.assert_nothing_held()
-
-
-def test_drafts_and_indexers_of_nodes_before_are_written_where_the_store_lost_them(follower: Rig) -> None:
-    longer = follower.lost(prompt(0)) + prompt(1, 1)
-    follower.compute(longer)
-    follower.write_all()
-    follower.flush()
-    assert follower.fetch(longer) == 36
-    assert follower.holds(longer, 36)
-    follower.assert_nothing_held()
-
-
-@pytest.mark.parametrize("is_on_gpu", [False, True])
-def test_a_draft_model_and_windows_are_loaded_together(make: MakeRig, is_on_gpu: bool) -> None:
-    rig = make(window=WINDOW, following="draft", gpu=FakeDevice(seed=1) if is_on_gpu else None)
-    tokens = prompt(0)
-    rig.stored(tokens)
-    other = tokens[:20] + prompt(1, 3)
-    assert rig.fetch(other) == 20
-    assert rig.holds(other, 32)
-    assert rig.holds_window(other, 12 + WINDOW)
-    rig.write_all()
-    rig.flush()
-    assert rig.fetch(other) == 32
-    assert rig.holds(other, 32)
-    assert rig.holds_window(other, WINDOW)
-    rig.assert_nothing_held()
-
-
-@pytest.mark.parametrize("core", ["python", "rust", "on a GPU"])
-@pytest.mark.parametrize("kind", ["draft", "packed"])
-@pytest.mark.parametrize("num_tokens", [32, 33, 35])
-def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, core: str, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place", "num_tokens"),
+    [("draft", "python", 32), ("packed", "rust", 33), ("draft", "on a GPU", 35), ("packed", "on a GPU", 32)],
+)
+def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, place: str, num_tokens: int) -> None:
     """A page ends with the pair of its last token and the one behind it. So a prompt that ends there, or goes on with
     another token, has one page less."""
-    flags: dict[str, Any] = {"gpu": FakeDevice(seed=1)} if core == "on a GPU" else {"core": core}
-    rig = make(following=kind, has_pairs=True, **flags)
+    rig = make(following=kind, has_pairs=True, **of_place(place))
     tokens, num_stored = (prompt(0) + prompt(1))[:num_tokens], 28 if num_tokens == 32 else 32
     rig.stored(tokens)
     assert rig.fetch(tokens) == num_stored
@@ -341,7 +216,7 @@ def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, 
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("has_pairs", [False, True])
+@pytest.mark.parametrize(("kind", "has_pairs"), [("draft", True), ("packed", False), ("indexer", False)])
 def test_hits_with_drafts_and_indexers_are_audited(make: MakeRig, kind: str, has_pairs: bool) -> None:
     """The engine computes the end of a hit, which is compared. The rest is loaded with all that it needs."""
     rig = make(following=kind, has_pairs=has_pairs, audit_share=1)
@@ -357,13 +232,21 @@ def test_hits_with_drafts_and_indexers_are_audited(make: MakeRig, kind: str, has
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_drafts_and_indexers_are_restored_in_any_order_that_streams_allow(make: MakeRig, kind: str, seed: int) -> None:
-    rig = make(following=kind, gpu=FakeDevice(seed))
+@pytest.mark.parametrize(
+    ("kind", "seed"), [*(("windows", seed) for seed in range(4)), ("draft", 0), ("packed", 1), ("indexer", 2)]
+)
+def test_side_pages_are_restored_in_any_order_that_streams_allow(
+    make: MakeRig, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where scratch memory and the read buffer have room for a page's row of one layer alone."""
+    row_bytes = PAGE_SIZE * 2 * 48 * 4
+    monkeypatch.setattr("sgl_kvfetch.plugin.device.gpu_loads.MOST_SCRATCH_BYTES", 4 * row_bytes)
+    monkeypatch.setattr(gpu_pages.CudaPages.__init__, "__kwdefaults__", {"read_buffer_bytes": row_bytes})
+    rig = make(**KINDS[kind], gpu=FakeDevice(seed))
     for number in range(2):
         tokens = rig.stored(prompt(number))
         assert rig.fetch(tokens) == 32
-        assert rig.holds(tokens, 32)
+        assert holds(rig, tokens)
         rig.flush()
     rig.assert_nothing_held()
 
@@ -569,24 +452,6 @@ def test_slots_stay_on_a_gpu(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> 
     assert rig.fetch(tokens) == 32
     assert rig.holds_window(tokens, WINDOW)
     assert {*seen} == {"load", "offload", "get_component_device_value", "path_device_indices"}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_windows_are_restored_in_any_order_that_streams_allow(
-    make: MakeRig, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where scratch memory and the read buffer have room for a page's row of one layer alone."""
-    row_bytes = PAGE_SIZE * 2 * 48 * 4
-    monkeypatch.setattr("sgl_kvfetch.plugin.device.gpu_loads.MOST_SCRATCH_BYTES", 4 * row_bytes)
-    monkeypatch.setattr(gpu_pages.CudaPages.__init__, "__kwdefaults__", {"read_buffer_bytes": row_bytes})
-    rig = make(window=WINDOW, gpu=FakeDevice(seed))
-    for number in range(2):
-        tokens = rig.stored(prompt(number))
-        assert rig.fetch(tokens) == 32
-        assert rig.holds(tokens, 32)
-        assert rig.holds_window(tokens, WINDOW)
-        rig.flush()
-    rig.assert_nothing_held()
 
 
 def test_both_modes_share_windows_with_a_gpu(make: MakeRig) -> None:
