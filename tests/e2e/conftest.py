@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,18 +60,23 @@ def other_model(once: Once) -> Path:
 
 @pytest.fixture(scope="package")
 def host(model: Path) -> Iterator[Shared]:
-    """A server for host mode."""
-    shared = Shared(model, host_tier_args(), "wait_complete")
-    yield shared
-    shared.close()
+    """A server for host mode. It publishes KV events."""
+    with closing(Shared(model, host_tier_args(), "wait_complete", publishes=True)) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="package")
 def device(model: Path) -> Iterator[Shared]:
-    """A server for device mode."""
-    shared = Shared(model, device_args("http://nowhere"), None)
-    yield shared
-    shared.close()
+    """A server for device mode. It publishes KV events."""
+    with closing(Shared(model, device_args("http://nowhere"), None, publishes=True)) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="package")
+def other(other_model: Path) -> Iterator[Shared]:
+    """A server for host mode, with other weights under the same name."""
+    with closing(Shared(other_model, host_tier_args(), "wait_complete")) as shared:
+        yield shared
 
 
 @dataclass(frozen=True)

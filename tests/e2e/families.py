@@ -13,8 +13,8 @@ import pytest
 
 from harness.models import OTHER_FAMILIES, make_tiny
 from harness.store_process import StoreProcess
-from tests.e2e import test_states
-from tests.e2e.test_layer_maps import calibrated, goes_on_in_both_modes
+from tests.e2e import test_families
+from tests.e2e.test_layer_maps import calibrated, goes_on_in_both_modes, started
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -36,7 +36,8 @@ def test_a_family_goes_on_from_what_klt_restores(family: str, store: StoreProces
     if any(layer.pool == "state" for layer in profile.layers.layers):
         flags = ["--max-mamba-cache-size", "64"]
         env = {"TRITON_INTERPRET": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    goes_on_in_both_modes(model, profile, store, flags, env, num_tokens=num_tokens, num_compared=num_compared)
+    serve = started(model, store, flags, env)
+    goes_on_in_both_modes(model, profile, serve, num_tokens=num_tokens, num_compared=num_compared)
 
 
 FALCON_H1 = {
@@ -55,4 +56,4 @@ def test_attention_and_a_state_in_each_layer(mode: str, store: StoreProcess, tmp
     """There is no ``klt`` for them."""
     make = partial(make_tiny, family="falcon_h1", changes=FALCON_H1)
     env = {"TRITON_INTERPRET": "1"}
-    test_states.test_a_conversation_goes_on_from_stored_states_after_a_restart(make, 16, env, mode, tmp_path, store)
+    test_families.test_a_conversation_goes_on_from_stored_states_after_a_restart(make, 16, env, mode, tmp_path, store)

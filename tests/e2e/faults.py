@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
+import threading
 import time
-from collections.abc import Iterator, Set
-from typing import Protocol
+from collections.abc import Coroutine, Iterator, Set
+from typing import Any, Protocol
 
 import pytest
 
@@ -16,7 +18,6 @@ from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric, written
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.loop_thread import LoopThread
 from tests.tools.conftest import kvfetch
 
 PAGES = 640 // PAGE_SIZE
@@ -35,17 +36,22 @@ class Proxy:
     """A FaultyProxy on a thread of its own."""
 
     def __init__(self, store: Server) -> None:
-        self._loop = LoopThread("proxy")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._thread.start()
         self._proxy = FaultyProxy("127.0.0.1", store.port)
-        self._loop.run(self._proxy.__aenter__(), WAIT_S)
+        self._run(self._proxy.__aenter__())
         self.url = self._proxy.url
+
+    def _run(self, work: Coroutine[Any, Any, object]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
     def set(self, fault: Fault | None) -> None:
         async def begin() -> None:
             self._proxy.requests.clear()  # in one step of the loop: each later request meets the fault
             await self._proxy.set(fault)
 
-        self._loop.run(begin(), WAIT_S)
+        self._run(begin())
 
     def reset(self) -> None:
         """Reset all connections. Those that are made after that work."""
@@ -61,7 +67,9 @@ class Proxy:
         wait_until(lambda: bool(self.paths(".kvd")))
 
     def close(self) -> None:
-        self._loop.run(self._proxy.__aexit__(None, None, None), WAIT_S)
+        self._run(self._proxy.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
         self._loop.close()
 
 
@@ -92,10 +100,11 @@ FAULTS: list[tuple[str, Fault, str, set[str]]] = [
     ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
 ]
 
-# Each with a prompt of its own.
-each_fault = pytest.mark.parametrize(
-    ("seed", "fault", "stage", "reasons"), [(i, *case[1:]) for i, case in enumerate(FAULTS)], ids=[c[0] for c in FAULTS]
-)
+
+def each_fault(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by faults, by default by all. Each has a prompt of its own."""
+    cases = {name: (seed, *case) for seed, (name, *case) in enumerate(FAULTS) if not names or name in names}
+    return pytest.mark.parametrize(("seed", "fault", "stage", "reasons"), cases.values(), ids=cases)
 
 
 def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from harness.engine import ServerError, SGLangServer, extra_config
+from harness.engine import ServerError, SGLangServer, extra_config, free_port
 from harness.waiting import wait_until
 
 ATTACH = "/hicache/storage-backend"
@@ -88,10 +88,20 @@ class Shared:
     """One server, started when the first test needs it. After a failure the next test gets a new one."""
 
     def __init__(
-        self, model: Path, extra_args: Sequence[str], policy: str | None, env: Mapping[str, str] | None = None
+        self,
+        model: Path,
+        extra_args: Sequence[str],
+        policy: str | None,
+        env: Mapping[str, str] | None = None,
+        *,
+        publishes: bool = False,
     ) -> None:
-        """``policy``: SGLang's prefetch policy, unless a test sets another one. ``env``: of the server."""
-        self._model, self._extra_args, self._policy, self._env = model, extra_args, policy, env or {}
+        """``policy``: SGLang's prefetch policy, unless a test sets another one. ``env``: of the server. ``publishes``:
+        whether it publishes KV events, to `events_url`."""
+        self.events_url = f"tcp://127.0.0.1:{free_port()}"
+        events = {"publisher": "zmq", "endpoint": self.events_url, "bind": True}
+        self._extra_args = [*extra_args, *(("--kv-events-config", json.dumps(events)) if publishes else ())]
+        self._model, self._policy, self._env = model, policy, env or {}
         self._server: SharedServer | None = None
 
     @contextmanager

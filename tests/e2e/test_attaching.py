@@ -40,8 +40,8 @@ def _hit_after_flush(server: SGLangServer) -> Generation:
     return last[-1]
 
 
-def test_attached_at_run_time_and_read_by_another_server(
-    model: Path, host: Shared, store: StoreProcess, tmp_path: Path
+def test_attached_at_run_time_and_read_by_another_server_until_its_weights_change(
+    model: Path, other_model: Path, host: Shared, store: StoreProcess, tmp_path: Path
 ) -> None:
     with host.detached() as server:
         with pytest.raises(ServerError, match=r"status 400[\s\S]*codek"):
@@ -60,53 +60,48 @@ def test_attached_at_run_time_and_read_by_another_server(
         assert _stored(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
         detach(server)
 
-    # With flags that change no values.
+    # A server of its own, since its weights are changed, with flags that change no values.
     args = hicache_args(store.url, layout="page_first", io_backend="kernel")
     args += ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
     args += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
-    with SGLangServer(model, extra_args=args, log_path=tmp_path / "second.log") as server:
+    with SGLangServer(model, extra_args=args, admin_api_key="admin") as server:
         fetched = server.generate(input_ids=PROMPT, logprobs=True)
         assert _stored(fetched) == CACHED_TOKENS
         assert fetched.output_ids == computed.output_ids
         assert len(fetched.logprobs) == len(fetched.output_ids)
         assert "sglang" in server.metrics()
 
-
-def test_new_weights_are_never_served_pages_of_old_ones(
-    model: Path, other_model: Path, store: StoreProcess, tmp_path: Path
-) -> None:
-    other = str(other_model)
-    log_path = tmp_path / "server.log"
-    with SGLangServer(model, extra_args=hicache_args(store.url), admin_api_key="admin", log_path=log_path) as server:
-        old = server.generate(input_ids=PROMPT)
-        _hit_after_flush(server)
         # Updates that SGLang refuses before it changes a weight.
         with pytest.raises(ServerError, match="status 400"):
             server.request("POST", "/update_weights_from_disk", {"model_path": str(tmp_path / "nowhere")})
         with pytest.raises(ServerError, match=r"status 400[\s\S]*no weight-update session"):
             server.request("POST", "/end_weight_update", {})
-        assert _hit_after_flush(server).output_ids == old.output_ids
-        assert "the model's weights change" not in log_path.read_text()
+        assert _hit_after_flush(server).output_ids == computed.output_ids
+        assert "the model's weights change" not in server.log()
+        _new_weights_are_never_served_pages_of_old_ones(server, str(other_model), store.url, computed)
 
-        server.request("POST", "/update_weights_from_disk", {"model_path": other})
-        new = server.generate(input_ids=PROMPT)
-        assert new.output_ids != old.output_ids
-        assert new.cached_tokens == 0
-        server.flush()
-        again = server.generate(input_ids=PROMPT)  # nor were the new weights' pages written under the old name
-        assert (again.cached_tokens, again.output_ids) == (0, new.output_ids)
-        log = log_path.read_text()
-        assert log.count("the model's weights change (UpdateWeightFromDiskReqInput)") == 1
 
-        assert "detached" in detach(server)
-        with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
-            _attach(server, store.url)
-        # What the tree holds now may be of any weights.
-        server.request("POST", "/update_weights_from_disk", {"model_path": other, "flush_cache": False})
-        with pytest.raises(ServerError, match=r"status 400[\s\S]*flush it"):
-            _attach(server, store.url, model_id="other")
-        server.flush()
-        assert "attached" in _attach(server, store.url, model_id="other")
-        server.flush()
-        assert server.generate(input_ids=PROMPT).output_ids == new.output_ids
-        assert _hit_after_flush(server).output_ids == new.output_ids
+def _new_weights_are_never_served_pages_of_old_ones(
+    server: SGLangServer, other: str, store_url: str, old: Generation
+) -> None:
+    server.request("POST", "/update_weights_from_disk", {"model_path": other})
+    new = server.generate(input_ids=PROMPT)
+    assert new.output_ids != old.output_ids
+    assert new.cached_tokens == 0
+    server.flush()
+    again = server.generate(input_ids=PROMPT)  # nor were the new weights' pages written under the old name
+    assert (again.cached_tokens, again.output_ids) == (0, new.output_ids)
+    assert server.log().count("the model's weights change (UpdateWeightFromDiskReqInput)") == 1
+
+    assert "detached" in detach(server)
+    with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
+        _attach(server, store_url)
+    # What the tree holds now may be of any weights.
+    server.request("POST", "/update_weights_from_disk", {"model_path": other, "flush_cache": False})
+    with pytest.raises(ServerError, match=r"status 400[\s\S]*flush it"):
+        _attach(server, store_url, model_id="other")
+    server.flush()
+    assert "attached" in _attach(server, store_url, model_id="other")
+    server.flush()
+    assert server.generate(input_ids=PROMPT).output_ids == new.output_ids
+    assert _hit_after_flush(server).output_ids == new.output_ids

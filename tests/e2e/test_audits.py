@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer, host_tier_args
+from harness.engine import SGLangServer
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
@@ -60,14 +58,6 @@ def test_the_end_of_a_hit_is_computed_and_compared(
         (told,) = told_to(store)
         assert told["audits"]["num_audits"] == 1
         assert 0 <= told["audits"]["typical"] <= told["audits"]["ratio"] < 4
-
-
-@pytest.fixture(scope="module")
-def other(other_model: Path) -> Iterator[Shared]:
-    """A server with other weights under the same name."""
-    shared = Shared(other_model, host_tier_args(), "wait_complete")
-    yield shared
-    shared.close()
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])

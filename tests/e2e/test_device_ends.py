@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
 }
 PATIENT = CONFIG | {"fetch_timeout_s": 600, "lookup_timeout_s": 600}
 HELD = ("sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
-NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "50"))
+NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "30"))
 ABORTS_A_ROUND = 5
 
 
@@ -101,7 +101,7 @@ def as_before(shared: Attached, link: Proxy) -> Iterator[None]:
     fetch_again(shared.server, NUM_STORED - 1)
 
 
-@each_fault
+@each_fault()
 def test_a_store_that(
     seed: int,
     fault: Fault,

@@ -1,12 +1,14 @@
-"""Whatever the store does, requests end in their deadline, with the answers they would have without a cache."""
+"""Whatever the store does, requests end in their deadline, with the answers they would have without a cache. In host
+mode they wait for a stored prefix by default, and no longer than ``fetch_timeout_s``."""
 
 from __future__ import annotations
 
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
+Slow = Callable[..., Proxy]
+LINK_S = 6.0  # about what the slow link takes for a prompt; SGLang's own budget for it is 1.16 s
+ONE_BY_ONE: dict[str, Any] = {"mode": "read_only", "max_connections": 1}  # each answer is as slow as the link
+STORED = 0.9 * 640
+POLICY = "timeout"  # SGLang's default, as test_round_trip.py shows
+
 
 @pytest.fixture(scope="module")
 def filled_store(filled: Path) -> Iterator[StoreProcess]:
@@ -46,6 +54,19 @@ def proxy(filled_store: StoreProcess) -> Iterator[Proxy]:
     proxy.close()
 
 
+@pytest.fixture
+def slow(filled_store: StoreProcess, proxy: Proxy) -> Iterator[Slow]:
+    """Makes the link slow: it takes ``times`` `LINK_S` for a prompt."""
+    largest = max(path.stat().st_size for path in filled_store.directory.rglob("*.kvd"))
+
+    def slow(times: float = 1.0) -> Proxy:
+        proxy.set(Fault("slow", bytes_per_s=largest / LINK_S / times, only=is_data))
+        return proxy
+
+    yield slow
+    proxy.set(None)
+
+
 @pytest.fixture(scope="class")
 def reader(host: Shared, proxy: Proxy) -> Iterator[SGLangServer]:
     config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": LOOKUP_S}
@@ -55,7 +76,9 @@ def reader(host: Shared, proxy: Proxy) -> Iterator[SGLangServer]:
 
 
 class TestDeadline:
-    @each_fault
+    """test_device_ends.py has all faults: what fails is the data plane, which both modes have."""
+
+    @each_fault("hangs", "hangs in mid-fetch", "is slow", "returns other bytes")
     def test_a_store_that(
         self,
         seed: int,
@@ -93,21 +116,23 @@ def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(
         assert same_answer(ask(reader, make_prompt(0)), expected[0])
         reader.flush()
         assert same_answer(ask(reader, make_prompt(1)), expected[1])
+    proxy.set(None)
+
+
+def flipped(filled: Path, folder: Path, suffix: str) -> Path:
+    """Return a copy of a store's objects, with a bit flipped in each that has this suffix."""
+    for path in filled.rglob("*.kv?"):
+        data = bytearray(path.read_bytes())
+        if path.suffix == suffix:
+            data[len(data) // 3] ^= 0x10
+        copy = folder / "flipped" / path.relative_to(filled)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(data)
+    return folder / "flipped"
 
 
 def test_one_byte_flipped_in_every_object(host: Shared, filled: Path, tmp_path: Path, expected: Expected) -> None:
-    directory = tmp_path / "flipped"
-    flipped = 0
-    for path in filled.rglob("*.kv?"):
-        data = bytearray(path.read_bytes())
-        if path.suffix == ".kvd":
-            data[len(data) // 2] ^= 1
-            flipped += 1
-        target = directory / path.relative_to(filled)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-    assert flipped
-    with StoreProcess(directory) as store, host.attached(store.url, mode="read_only") as reader:
+    with StoreProcess(flipped(filled, tmp_path, ".kvd")) as store, host.attached(store.url, mode="read_only") as reader:
         for seed in range(3):
             answer = ask(reader, make_prompt(seed))
             assert same_answer(answer, expected[seed])
@@ -115,14 +140,7 @@ def test_one_byte_flipped_in_every_object(host: Shared, filled: Path, tmp_path: 
 
 
 def test_flipped_manifests_are_misses(host: Shared, filled: Path, tmp_path: Path, expected: Expected) -> None:
-    directory = tmp_path / "flipped"
-    for path in filled.rglob("*.kv?"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 3] ^= 0x10
-        target = directory / path.relative_to(filled)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-    with StoreProcess(directory) as store, host.attached(store.url, mode="read_only") as reader:
+    with StoreProcess(flipped(filled, tmp_path, ".kvm")) as store, host.attached(store.url, mode="read_only") as reader:
         answer = ask(reader, make_prompt(0))
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[0])
@@ -158,3 +176,59 @@ def test_a_store_killed_during_a_fetch(host: Shared, filled: Path, tmp_path: Pat
                 assert same_answer(answer, expected[1])
         finally:
             proxy.close()
+
+
+def test_a_prefix_that_takes_longer_than_sglangs_budget_is_a_hit(host: Shared, slow: Slow, expected: Expected) -> None:
+    link = slow()
+    with host.attached(link.url, policy=POLICY, **ONE_BY_ONE) as reader:
+        started_s = time.monotonic()
+        answer = ask(reader, make_prompt(0))
+        assert time.monotonic() - started_s > LINK_S / 2
+        assert from_storage(answer) >= STORED
+        assert same_answer(answer, expected[0])
+
+
+def test_a_prefix_that_is_computed_sooner_is_not_waited_for(host: Shared, slow: Slow, expected: Expected) -> None:
+    """The first prompt measures the engine, and the next one the link, for as long as computing takes."""
+    link = slow(20)
+    config: dict[str, Any] = {"recompute": "auto", **ONE_BY_ONE}
+    with host.attached(link.url, policy=POLICY, **config) as reader:
+        ask(reader, make_prompt(100))
+        before = partial(read_metric, reader.metrics())
+        for seed in range(3):
+            answer = ask(reader, make_prompt(seed))
+            assert from_storage(answer) < STORED
+            assert same_answer(answer, expected[seed])
+        counted = partial(read_metric, reader.metrics())
+        num_tried, num_computed = (
+            counted("sgl_kvfetch_decisions_total", decision=each) - before("sgl_kvfetch_decisions_total", decision=each)
+            for each in ("fetch", "recompute")
+        )
+        assert num_tried + num_computed == 3
+        assert num_computed >= 1  # both of the others, unless the machine is so slow that the link is tried again
+        assert counted("sgl_kvfetch_recomputed_tokens_total") >= num_computed * STORED
+
+
+def test_a_budget_of_the_users_own_is_kept(host: Shared, slow: Slow, expected: Expected) -> None:
+    """Much the same as SGLang's default, which would lose the prefix."""
+    link = slow()
+    own: dict[str, Any] = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.2}
+    with host.attached(link.url, policy=POLICY, **ONE_BY_ONE, **own) as reader:
+        with misses(reader, "fetch", {"timeout", "late", "policy"}):
+            answer = ask(reader, make_prompt(0))
+        assert from_storage(answer) < STORED
+        assert same_answer(answer, expected[0])
+        assert "and 1 s + 0.2 s per 1,024 tokens (prefetch_timeout_*)" in reader.log()
+
+
+def test_a_store_that_hangs_costs_no_more_than_the_timeout(host: Shared, proxy: Proxy, expected: Expected) -> None:
+    """`TestDeadline` has the same with the policy `wait_complete`."""
+    proxy.set(Fault("hang", only=is_data))
+    with host.attached(proxy.url, policy=POLICY, mode="read_only", fetch_timeout_s=DEADLINE_S) as reader:
+        ask(reader, make_prompt(100))  # warm
+        with misses(reader, "fetch", {"timeout"}):
+            started_s = time.monotonic()
+            answer = ask(reader, make_prompt(1))
+            took_s = time.monotonic() - started_s
+        assert took_s < DEADLINE_S + SLACK_S
+        assert same_answer(answer, expected[1])

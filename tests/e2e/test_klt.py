@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
-from tests.e2e.shared import Shared
+from tests.e2e.shared import Shared, attach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -148,12 +149,11 @@ def test_two_ranks_share_a_profile(model: Path, published: Published) -> None:
     assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
 
 
-def test_a_model_without_a_profile_does_not_start(other_model: Path, published: Published, tmp_path: Path) -> None:
+def test_a_model_without_a_profile_is_told_how_to_make_one(
+    other: Shared, other_model: Path, published: Published
+) -> None:
     """The store has one of other weights under the same name."""
-    flags = hicache_args(published.store.url, **published.keys)
-    server = SGLangServer(other_model, extra_args=flags, env=published.env, log_path=tmp_path / "log")
-    with pytest.raises(ServerError, match="exited with code"):
-        server.start()
     wanted = f"kvfetch calibrate --model {other_model} --text FILE --publish {published.store.url}"
-    assert f"has none that can be used for the weights {fingerprint_model(str(other_model))}" in server.log()
-    assert wanted in server.log()
+    with other.detached() as server, pytest.raises(ServerError, match=re.escape(wanted)) as refused:
+        attach(server, published.store.url, **published.keys)
+    assert f"has none that can be used for the weights {fingerprint_model(str(other_model))}" in str(refused.value)

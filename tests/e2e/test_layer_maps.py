@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from harness.models import (
     make_tiny,
     make_tiny_image_text,
     make_tiny_lfm2,
-    make_tiny_mellum,
     make_tiny_qwen3_5,
 )
 from harness.store_process import StoreProcess
@@ -93,13 +92,11 @@ def restored_in_both_modes(model: Path, profile: Profile, store: StoreProcess) -
     return answer, KltQuantiser(profile, target_kl)
 
 
-WINDOW = 64
 LFM2 = pytest.param(make_tiny_lfm2, 1, {}, {"state", "kv"}, id="short convolutions")
 QWEN3_5 = pytest.param(make_tiny_qwen3_5, PAGE_SIZE, {"TRITON_INTERPRET": "1"}, {"state", "kv"}, id="gated delta rule")
-MELLUM = pytest.param(partial(make_tiny_mellum, window=WINDOW), PAGE_SIZE, {}, {"window", "kv"}, id="windows")
 
 
-@pytest.mark.parametrize(("make_model", "page_size", "env", "pools"), [LFM2, QWEN3_5, MELLUM])
+@pytest.mark.parametrize(("make_model", "page_size", "env", "pools"), [LFM2, QWEN3_5])
 def test_layers_that_sglang_keeps_elsewhere(
     make_model: Callable[[Path], Path],
     page_size: int,
@@ -108,43 +105,50 @@ def test_layers_that_sglang_keeps_elsewhere(
     store: StoreProcess,
     tmp_path: Path,
 ) -> None:
-    """Their states and windows are restored as they were, and K and V of the others from coefficients. SGLang goes on
-    as transformers does from the same, in both modes."""
+    """Their states are restored as they were, and K and V of the others from coefficients. SGLang goes on as
+    transformers does from the same, in both modes. test_sliding_window.py has windows."""
     model = make_model(tmp_path / "model")
     profile = calibrated(model)
     assert {layer.pool for layer in profile.layers.layers} == pools
-    flags = ["--page-size", str(page_size)]
-    if "state" in pools:  # else SGLang fills a third of the memory with slots for states
-        flags += ["--max-mamba-cache-size", "64"]
-    env = env | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}  # as the rest of the model
-    goes_on_in_both_modes(model, profile, store, flags, env, page_size)
+    # SGLang would fill a third of the memory with slots for states. They are of the type that the model is of.
+    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64"]
+    env = env | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    goes_on_in_both_modes(model, profile, started(model, store, flags, env), page_size)
+
+
+Serve = Callable[..., AbstractContextManager[SGLangServer]]  # with the mode, and keys of the config
+
+
+def started(model: Path, store: StoreProcess, flags: list[str], env: dict[str, str]) -> Serve:
+    """Return what starts a server for each mode."""
+
+    def serve(mode: str, /, **config: Any) -> SGLangServer:
+        mode_args = hicache_args if mode == "host" else device_args
+        return SGLangServer(model, extra_args=[*flags, *mode_args(store.url, **config)], env=env)
+
+    return serve
 
 
 def goes_on_in_both_modes(
     model: Path,
     profile: Profile,
-    store: StoreProcess,
-    flags: list[str],
-    env: dict[str, str],
+    serve: Serve,
     page_size: int = PAGE_SIZE,
     num_tokens: int = 256,
     num_compared: int | None = None,
 ) -> None:
     """Store a prompt of ``num_tokens`` in host mode, and go on from it with a longer one in both modes, as transformers
-    does. ``flags``, ``env``: of the servers. ``num_compared``: how many tokens transformers is to answer alike; None
-    for all."""
+    does. ``num_compared``: how many tokens transformers is to answer alike; None for all."""
     target_kl = profile.curve[2].kl
     config: dict[str, Any] = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
     start = make_prompt(0, num_tokens)
     longer = start + make_prompt(1, 64)
-    with SGLangServer(model, extra_args=[*flags, *hicache_args(store.url, **config)], env=env) as server:
+    with serve("host", **config) as server:
         assert from_storage(ask(server, start)) == 0
         wait_until_written(server, len(start) // page_size)
     answers = []
-    for mode_args in (hicache_args, device_args):
-        with SGLangServer(
-            model, extra_args=[*flags, *mode_args(store.url, **config, mode="read_only")], env=env
-        ) as server:
+    for mode in ("host", "device"):
+        with serve(mode, **config | {"mode": "read_only"}) as server:
             answers.append(ask(server, longer))
             assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
     answer, again = answers

@@ -1,11 +1,13 @@
 """Servers of two ranks: they read what servers of one rank wrote, and the other way round; each rank audits its own
-heads; and what befalls one of them befalls both, and never hangs.
+heads; and what befalls one of them befalls both, and never hangs. Of a model with MLA, and of pipeline stages, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +18,27 @@ from typing import Any
 
 import pytest
 
-from harness.engine import Generation, ServerError, SGLangServer, device_args, host_tier_args
+from harness.engine import Generation, ServerError, SGLangServer, device_args, hicache_args, host_tier_args
 from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
+from harness.models import make_tiny_deepseek
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.stores.wire import Route
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.continuation import continue_from_quantised
 from tests.e2e.device import attached, begin, wait_until_disconnected
-from tests.e2e.faults import PAGES, SLACK_S, Proxy, fetch_again, is_data, misses
+from tests.e2e.faults import (
+    PAGES,
+    SLACK_S,
+    Proxy,
+    assert_stored_once_the_store_works,
+    fetch_again,
+    is_data,
+    misses,
+)
 from tests.e2e.shared import Shared, attach, detach
 from tests.e2e.test_audits import ALL, AUDITED, COMMON, audits
 
@@ -38,16 +52,14 @@ ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 @pytest.fixture(scope="module")
 def host_ranks(model: Path) -> Iterator[Shared]:
-    shared = Shared(model, [*host_tier_args(), *RANKS], "wait_complete", ENV)
-    yield shared
-    shared.close()
+    with closing(Shared(model, [*host_tier_args(), *RANKS], "wait_complete", ENV)) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="module")
 def device_ranks(model: Path) -> Iterator[Shared]:
-    shared = Shared(model, [*device_args("http://nowhere"), *RANKS], None, ENV)
-    yield shared
-    shared.close()
+    with closing(Shared(model, [*device_args("http://nowhere"), *RANKS], None, ENV)) as shared:
+        yield shared
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
@@ -104,6 +116,96 @@ def test_each_rank_audits_the_pages_that_the_first_has_cut(
             assert from_storage(answer) == 640 - PAGE_SIZE - AUDITED
             assert same_answer(answer, expected[seed])
             wait_until(lambda seed=seed: audits(server, "sound") == 2 * (seed + 1))  # type: ignore[misc]
+
+
+def test_what_two_stages_store_they_restore(model: Path, store: StoreProcess) -> None:
+    """Each its own layers."""
+    with (
+        closing(Proxy(store)) as link,
+        SGLangServer(
+            model, extra_args=[*hicache_args(link.url, fetch_timeout_s=600), "--pp-size", "2"], env=ENV
+        ) as server,
+    ):
+        computed = ask(server, make_prompt(0))
+        wait_until_written(server, 2 * 640 // PAGE_SIZE)
+        server.flush()
+        ask(server, make_prompt(1))  # in the same slots, of which nothing is left
+        wait_until_written(server, 2 * 2 * 640 // PAGE_SIZE)
+        server.flush()
+        restored = ask(server, make_prompt(0))
+        assert_stored_once_the_store_works(server, link, num_ranks=2)
+    assert from_storage(restored) >= 0.9 * 640
+    assert same_answer(restored, computed)
+    assert len({path.parent for path in store.directory.rglob("*.kvm")}) == 2
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_deepseek(tmp_path_factory.mktemp("deepseek"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(deepseek: Path) -> Iterator[Shared]:
+    """A server of a model with MLA, for host mode."""
+    with closing(Shared(deepseek, host_tier_args(), "wait_complete")) as shared:
+        yield shared
+
+
+def test_latent_vectors_are_stored_once_for_servers_of_any_size(
+    deepseek: Path, one_rank: Shared, store: StoreProcess
+) -> None:
+    """Every rank has the same ones. Across modes, too."""
+    with one_rank.attached(store.url) as server:
+        computed = [_compute(server, 0)]
+    flags = device_args(store.url)
+    with SGLangServer(deepseek, extra_args=[*flags, *RANKS], env=ENV) as server:
+        assert _is_restored(server, 0, computed[0])
+        computed.append(_compute(server, 1))
+        assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == PAGES
+        server.flush()
+        assert _is_restored(server, 1, computed[1])
+    with one_rank.attached(store.url) as server:
+        assert _is_restored(server, 0, computed[0])
+        assert _is_restored(server, 1, computed[1])
+
+
+def _compute(server: SGLangServer, seed: int) -> Generation:
+    answer = ask(server, make_prompt(seed))
+    assert from_storage(answer) == 0
+    wait_until_written(server, PAGES)
+    return answer
+
+
+def _is_restored(server: SGLangServer, seed: int, computed: Generation) -> bool:
+    answer = ask(server, make_prompt(seed))
+    return from_storage(answer) >= 0.9 * 640 and same_answer(answer, computed)
+
+
+def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
+    deepseek: Path, one_rank: Shared, store: StoreProcess, tmp_path: Path
+) -> None:
+    """As transformers does from the same vectors, quantised in memory."""
+    (tmp_path / "text").write_text(" ".join(f"w{token}" for seed in range(100, 106) for token in make_prompt(seed)))
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(deepseek), "--text", "text"]
+    command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(tmp_path / "profile")
+    assert profile.rotations is not None
+    target_kl = profile.curve[1].kl
+    with one_rank.attached(store.url, profile=str(tmp_path / "profile"), target_kl=target_kl) as server:
+        computed = _compute(server, 0)
+        server.flush()
+        answer = ask(server, make_prompt(0))
+    assert from_storage(answer) >= 0.9 * 640
+    assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work
+    quantiser = KltQuantiser(profile, target_kl)
+    tokens, logprobs = continue_from_quantised(
+        deepseek, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
+    )
+    assert answer.output_ids == tokens
+    # A coefficient halfway between two integers may become the other one.
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.engine import SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.quant import PlainQuantiserName
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
@@ -20,10 +22,12 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PAGES = 640 // PAGE_SIZE
 
 
-def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
+def test_exact(model: Path, host: Shared, store: StoreProcess, expected: Expected) -> None:
     """The first server is started as users start one. Those of other tests find SGLang imported."""
-    flags = hicache_args(store.url, quantiser="exact", codec="hevc")
+    config: dict[str, Any] = {"quantiser": "exact", "codec": "hevc"}
+    flags = hicache_args(store.url, prefetch_policy=None, **config)
     with SGLangServer(model, extra_args=flags, imports_itself=True) as writer:
+        assert f"prefetch policy is timeout: a request waits for its stored prefix at most {WAIT_S:g} s" in writer.log()
         for seed in range(2):
             answer = ask(writer, make_prompt(seed))
             assert from_storage(answer) == 0
@@ -31,7 +35,7 @@ def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
         wait_until_written(writer, 2 * PAGES)
         assert read_metric(writer.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
 
-    with SGLangServer(model, extra_args=flags) as reader:
+    with host.attached(store.url, **config) as reader:
         for seed in range(2):
             answer = ask(reader, make_prompt(seed))
             assert from_storage(answer) >= 0.9 * 640

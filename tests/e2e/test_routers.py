@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,12 @@ import pytest
 import zmq
 
 from harness.children import start_child
-from harness.engine import SGLangServer, device_args, free_port, hicache_args
+from harness.engine import SGLangServer, free_port
 from harness.metrics import wait_until_written, written, written_pages
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, polls, wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PAGES = 640 // PAGE_SIZE
@@ -77,22 +78,15 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    endpoints = {mode: f"tcp://127.0.0.1:{free_port()}" for mode in ("host", "device")}
-
-    def publishing(mode: str) -> list[str]:
-        config = {"publisher": "zmq", "endpoint": endpoints[mode], "bind": True}
-        return ["--kv-events-config", json.dumps(config)]
-
+def pair(host: Shared, device: Shared, expected: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with (
         StoreProcess(tmp_path_factory.mktemp("routers") / "store") as store,
-        SGLangServer(model, extra_args=[*hicache_args(store.url), *publishing("host")]) as host,
-        SGLangServer(model, extra_args=[*device_args(store.url), *publishing("device")]) as device,
+        host.attached(store.url) as one,
+        device.attached(store.url) as other,
+        closing(Events(host.events_url)) as of_one,
+        closing(Events(device.events_url)) as of_other,
     ):
-        events = {mode: Events(endpoint) for mode, endpoint in endpoints.items()}
-        yield Pair(host, device, events)
-        for each in events.values():
-            each.close()
+        yield Pair(one, other, {"host": of_one, "device": of_other})
 
 
 @pytest.mark.parametrize(("mode", "media"), [("host", {"CPU_PINNED", "GPU"}), ("device", {"GPU"})])

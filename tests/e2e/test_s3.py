@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
 
 from harness.ceph_server import HAS_CEPH, CephProcess
-from harness.engine import SGLangServer, hicache_args
+from harness.engine import SGLangServer
 from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
@@ -84,9 +83,9 @@ def written(host: Shared, bucket: CephProcess | S3Server, index: RedisProcess, e
 
 
 @pytest.fixture(scope="module")
-def reader(model: Path, link: Proxy, index: RedisProcess, written: None) -> Iterator[SGLangServer]:
-    """Another server."""
-    with SGLangServer(model, extra_args=hicache_args(STORE, **config_of(link.url, index))) as server:
+def reader(device: Shared, link: Proxy, index: RedisProcess, written: None) -> Iterator[SGLangServer]:
+    """Another server, in device mode."""
+    with device.attached(STORE, **config_of(link.url, index)) as server:
         yield server
 
 

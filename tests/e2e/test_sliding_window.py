@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from harness.engine import SGLangServer, device_args, hicache_args
+from harness.engine import device_args, host_tier_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_mellum
 from harness.store_process import StoreProcess
@@ -15,6 +16,8 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import on_the_gpu_path
 from tests.e2e.faults import fetch_again
+from tests.e2e.shared import Shared
+from tests.e2e.test_layer_maps import calibrated, goes_on_in_both_modes
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -24,17 +27,26 @@ WINDOW = 64
 
 @pytest.fixture(scope="module")
 def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_mellum(tmp_path_factory.mktemp("mellum"), WINDOW)
+    return make_tiny_mellum(tmp_path_factory.mktemp("mellum") / "model", WINDOW)
 
 
-@pytest.mark.parametrize("mode", ["host", "on the GPU path"])
+@pytest.fixture(scope="module")
+def servers(mellum: Path) -> Iterator[dict[str, Shared]]:
+    """One for each mode. The pools of that in device mode are treated as a GPU's."""
+    of_gpu = on_the_gpu_path(mellum.with_name("gpu"))
+    with (
+        closing(Shared(mellum, host_tier_args(), "wait_complete")) as host,
+        closing(Shared(mellum, device_args("http://nowhere"), None, of_gpu)) as device,
+    ):
+        yield {"host": host, "device": device}
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
 def test_windows_are_stored_and_restored_with_their_prefixes(
-    mode: str, mellum: Path, store: StoreProcess, tmp_path: Path
+    mode: str, servers: dict[str, Shared], store: StoreProcess
 ) -> None:
-    mode_args: Callable[[str], list[str]] = hicache_args if mode == "host" else device_args
-    env = on_the_gpu_path(tmp_path / "gpu") if mode == "on the GPU path" else {}
-    with SGLangServer(mellum, extra_args=mode_args(store.url), env=env) as server:
-        assert ("of scratch memory on the GPU" in server.log()) == (mode == "on the GPU path")
+    with servers[mode].attached(store.url) as server:
+        assert ("of scratch memory on the GPU" in server.log()) == (mode == "device")
         computed = [ask(server, make_prompt(seed)) for seed in range(2)]
         assert not any(map(from_storage, computed))
         wait_until_written(server, 2 * TOKENS // PAGE_SIZE)
@@ -48,6 +60,15 @@ def test_windows_are_stored_and_restored_with_their_prefixes(
         assert same_answer(answer, computed[1])
         assert read_metric(server.metrics(), "sgl_kvfetch_corrupt_chunks_total") > 0
         assert same_answer(fetch_again(server, 1), computed[1])  # it is stored again
+
+
+def test_layers_with_windows_are_restored_as_they_were_and_others_from_coefficients(
+    servers: dict[str, Shared], mellum: Path, store: StoreProcess
+) -> None:
+    profile = calibrated(mellum)
+    assert {layer.pool for layer in profile.layers.layers} == {"window", "kv"}
+    assert len({layer.rotation for layer in profile.layers.layers}) == 2
+    goes_on_in_both_modes(mellum, profile, lambda kind, /, **config: servers[kind].attached(store.url, **config))
 
 
 def _flip_side_pages(store: StoreProcess) -> None:

@@ -1,18 +1,20 @@
-"""Requests with different cache salts never share pages, requests with the same one do; and commands about prompts."""
+"""Who shares pages: requests with the same cache salt do, and those with others never. Nor do engines take the pages of
+others whose weights, page size or type of KV differ."""
 
 from __future__ import annotations
 
-import json
+import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from harness.engine import Generation, SGLangServer
+from harness.engine import Generation, SGLangServer, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
+from sgl_kvfetch.keys import NAMESPACE_PATTERN
 from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, from_storage, make_prompt, same_answer
 from tests.e2e.shared import Shared
-from tests.tools.conftest import kvfetch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -20,7 +22,7 @@ PROMPT = make_prompt(0)
 PAGES = len(PROMPT) // PAGE_SIZE
 
 
-def ask(server: SGLangServer, salt: str | None) -> Generation:
+def ask(server: SGLangServer, salt: str | None = None) -> Generation:
     return server.generate(input_ids=PROMPT, max_new_tokens=ANSWER_TOKENS, logprobs=True, cache_salt=salt)
 
 
@@ -46,20 +48,33 @@ def test_salts(
             assert same_answer(answer, expected[0])
 
 
-def test_look_up_and_pin(model: Path, host: Shared, store: StoreProcess, tmp_path: Path) -> None:
-    text = " ".join(f"w{token}" for token in PROMPT)
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": text}) + "\n" + json.dumps({"prompt": make_prompt(1)}) + "\n")
-    options = ("--file", str(file), "--cache-salt", "one", "--json")
-    with host.attached(store.url, codec="zstd") as server:
-        for prompt in (PROMPT, make_prompt(1)):
-            server.generate(input_ids=prompt, max_new_tokens=1, cache_salt="one")
-        wait_until_written(server, 2 * PAGES)
-    tokenised = ("--model", str(model), "--page-size", str(PAGE_SIZE))
-    result = kvfetch("why", store.url, *options, "--model", str(model))
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
-    assert [(one["num_tokens"], one["num_pages"], one["stored_pages"]) for one in found] == [(640, PAGES, PAGES)] * 2
-    result = kvfetch("pin", store.url, *options, *tokenised)
-    assert result.exit_code == 0, result.output
-    assert [list(pin["stored_pages"].values()) for pin in json.loads(result.output)] == [[PAGES]] * 2
+def test_page_sizes_types_of_kv_and_weights_do_not_mix(
+    model: Path, other_model: Path, host: Shared, other: Shared, store: StoreProcess
+) -> None:
+    """Each engine is asked the same prompt twice, with its own tiers emptied between: first nothing may come from what
+    the engines before it stored, then all of it from what it stored itself."""
+    flags = [*hicache_args(store.url, codec="zstd"), "--page-size", "64", "--kv-cache-dtype", "fp8_e4m3"]
+    assert model.name == other_model.name
+    engines: list[tuple[AbstractContextManager[SGLangServer], int, bool]] = [
+        (host.attached(store.url, codec="zstd"), 16, True),
+        (SGLangServer(model, extra_args=flags), 64, False),
+        (other.attached(store.url, codec="zstd"), 16, True),
+    ]
+    tokens = set()
+    for engine, page_size, is_float32 in engines:
+        with engine as server:
+            first = ask(server)
+            assert from_storage(first) == 0
+            wait_until_written(server, len(PROMPT) // page_size)
+            server.flush()
+            second = ask(server)
+            assert from_storage(second) >= 0.9 * len(PROMPT) - page_size
+            if is_float32:
+                assert same_answer(second, first)
+            else:
+                assert second.output_ids == first.output_ids
+                assert "kv dtype float8_e4m3fn" in server.log()
+            tokens.add(tuple(first.output_ids))
+    assert len(list(store.directory.glob("*/*.kvm"))) >= len(engines)
+    assert len([d for d in store.directory.iterdir() if re.fullmatch(NAMESPACE_PATTERN, d.name)]) == len(engines)
+    assert len(tokens) >= 2

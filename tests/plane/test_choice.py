@@ -1,4 +1,4 @@
-"""Whether stored prefixes are fetched or computed. tests/e2e/test_sooner.py has whole engines."""
+"""Whether stored prefixes are fetched or computed. tests/e2e/test_faults.py has whole engines."""
 
 from __future__ import annotations
 

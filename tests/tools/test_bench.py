@@ -1,4 +1,4 @@
-"""`kvfetch bench` without a server: prompts, and what it refuses. tests/e2e/test_bench.py measures SGLang."""
+"""`kvfetch bench` without a server: prompts, and what it refuses. tests/e2e/test_commands.py measures SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvfetch compare` without a server: divergences of what is known, and what it refuses. tests/e2e/test_compare.py has
+"""`kvfetch compare` without a server: divergences of what is known, and what it refuses. tests/e2e/test_commands.py has
 servers."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a request waits for its prefix in host mode. tests/e2e/test_patience.py has whole engines."""
+"""How long a request waits for its prefix in host mode. tests/e2e/test_faults.py has whole engines."""
 
 from __future__ import annotations
 
