@@ -51,6 +51,7 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_data_plane.py::test_a_store_that_is_killed_costs_hits_and_no_answer",
     ),
     "all cards and processors": (
+        "tests/e2e/test_exact_on_gpu.py",
         "tests/codec/quant/test_klt.py::test_each_instruction_set_rounds_within_the_bounds",
         "tests/triton_kernels/test_emulated_kernels.py",
         "tests/triton_kernels/test_other_cards.py",

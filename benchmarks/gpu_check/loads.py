@@ -47,10 +47,7 @@ _ORDERS = 8
 _ORDERED_TOKENS = 8192  # several parts with the least scratch memory
 _LATE_SHARE = 0.2  # of the launches
 _LATE_CYCLES = 2_000_000  # about a millisecond
-_COPIED_SPANS, _COPIED_BYTES = 32, 2 << 20  # of a part of 32K tokens from `memory_cache`: two layer groups of a span
 _COPY_ROUNDS = 8
-_PINNED_BYTES = 1 << 30
-_LAUNCHES = 2000  # beside nothing
 _CHECKED_SPANS = 3
 _ROUNDING = 2.0**-7  # of bfloat16, where the order of sums tips it
 
@@ -104,13 +101,23 @@ def run(record: Record) -> None:
     device = Device(torch.device("cuda", 0))
     forward = cast(Stream, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
     make_pass = partial(make_busy, device=device.torch_device)
-    model = Model(layers=32)
-    measure_copies(record, device, _COPIED_SPANS, _COPIED_BYTES)
-    measure_pinning(record, device, _PINNED_BYTES, _LAUNCHES)
-    measure(record, model, NUM_TOKENS, device, forward, make_pass)
+    klt, exact = Model(32), Model(32, coding="exact")
+    measure(record, klt, NUM_TOKENS, device, forward, make_pass)
+    measure(record, exact, NUM_TOKENS, device, forward, make_pass)
     measure_sides(record, device, forward, SideSizes())
     for seed in range(_ORDERS):
-        check_order(record, model, _ORDERED_TOKENS, LateDevice(device.torch_device, seed), forward, str(seed))
+        late = LateDevice(device.torch_device, seed)
+        check_order(record, (klt, exact)[seed % 2], _ORDERED_TOKENS, late, forward, str(seed))
+
+
+def run_ranks(record: Record) -> None:
+    stand_in_pool.install_if_missing()
+    torch.zeros(1, device="cuda")
+    device = Device(torch.device("cuda", 0))
+    forward = cast(Stream, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
+    for coding in ("exact", "klt"):
+        model = Model(6, coding=coding)
+        check_agreed(record, model, _ORDERED_TOKENS, device, forward)
 
 
 def measure(
@@ -138,6 +145,7 @@ def measure(
             then_torch, then_all = sampler.peaks
             record.row(
                 "A load of coded cells",
+                coding=model.coding,
                 tokens=num_tokens,
                 coded_mb=prompt.coded_bytes / 1e6,
                 scratch_mib=scratch_mib,
@@ -334,6 +342,25 @@ def check_order(record: Record, model: Model, num_tokens: int, device: Device, f
             prompt.check(record, f"coded cells, streams held up in order {order}")
 
 
+def check_agreed(record: Record, model: Model, num_tokens: int, device: Device, forward: Stream) -> None:
+    """Load less of a prompt than was staged, as ranks do of which another one has fewer pages, and requests that share
+    its beginning. Every other slot of the pool must stay as it was."""
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
+
+    pages = CudaPages(make_pool(model, num_tokens, str(device.torch_device)), PAGE_TOKENS, device, forward)
+    prompt, coded = staged_prompt(model, num_tokens, pages)
+    num_pages = coded.num_pages
+    with opened(pages, SCRATCH_MIB[0] * MiB) as loader:
+        for agreed in (range(num_pages), range(1), range(num_pages - 1), range(1, num_pages // 2 + 1)):
+            prompt.load(loader, coded.of_pages(agreed, PAGE_TOKENS))
+            wrong = prompt.wrong_beside(agreed)
+            record.row(
+                "Loads of some pages", coding=model.coding, pages=str(agreed), found=wrong or "these, and no other"
+            )
+            if wrong:
+                record.fail(f"{model.coding}, pages {agreed} of {num_pages}: {wrong}")
+
+
 @contextmanager
 def opened(pages: CudaPages, scratch_bytes: int) -> Iterator[GpuLoader]:
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
@@ -350,7 +377,7 @@ class Prompt:
     """What is loaded, and where."""
 
     def __init__(self, segments: list[CodedSegment], quantiser: Quantiser, pages: CudaPages) -> None:
-        self._segments, self._pages = segments, pages
+        self._segments, self._pages, self._quantiser = segments, pages, quantiser
         self._readers = [SegmentReader(segment.manifest, quantiser) for segment in segments]
         self._num_pages = sum(len(segment.manifest.page_hashes) for segment in segments)
         self._slots = _slots(pages, self._num_pages)
@@ -411,9 +438,35 @@ class Prompt:
                 for tensor, buffer, x in zip(TENSORS, self._pages.layer_buffers(layer), values, strict=True):
                     found = buffer[slots, heads.start : heads.stop].float()
                     expected = x[:, index].to(found)
-                    if not torch.allclose(found, expected, rtol=_ROUNDING, atol=1e-3):
+                    if not self._are_alike(found, expected):
                         most = float((found - expected).abs().max())
                         return f"{tensor} of layer {layer} differs by up to {most:g} in span {span}"
+        return ""
+
+    def _are_alike(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        if self._quantiser.is_lossless:
+            return torch.equal(found, expected)
+        return torch.allclose(found, expected, rtol=_ROUNDING, atol=1e-3)
+
+    def wrong_beside(self, agreed: range) -> str:
+        """Say what is wrong in a pool of zeros, into which the pages ``agreed`` alone were loaded."""
+        first, num_loaded = agreed.start * PAGE_TOKENS, len(agreed) * PAGE_TOKENS
+        slots = self._slots[:num_loaded]
+        for span in range(agreed.start * PAGE_TOKENS // SPAN_TOKENS, -(-agreed.stop * PAGE_TOKENS // SPAN_TOKENS)):
+            begin, end = max(first, span * SPAN_TOKENS), min(first + num_loaded, (span + 1) * SPAN_TOKENS)
+            for layers, heads, values in self._of_cpu(span):
+                for index, layer in enumerate(layers):
+                    for tensor, buffer, x in zip(TENSORS, self._pages.layer_buffers(layer), values, strict=True):
+                        found = buffer[slots[begin - first : end - first], heads.start : heads.stop].float()
+                        expected = x[begin - span * SPAN_TOKENS : end - span * SPAN_TOKENS, index].to(found)
+                        if not self._are_alike(found, expected):
+                            return f"{tensor} of layer {layer} differs in span {span}"
+        for layer in range(self._pages.geometry.num_layers):
+            for buffer in self._pages.layer_buffers(layer):
+                others = torch.ones(len(buffer), dtype=torch.bool, device=buffer.device)
+                others[slots] = False
+                if bool(buffer[others].any()):
+                    return f"other slots of layer {layer} were written to"
         return ""
 
     def _of_cpu(self, span: int) -> list[tuple[range, range, CellValues]]:

@@ -16,12 +16,12 @@ from benchmarks.gpu_check.quantise import make_profile
 from benchmarks.heads import make_heads
 from harness.small_segments import page_hashes
 from sgl_kvfetch.codec.container.reader import CodedChunk
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells, make_variant
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells, encode_segment, make_variant
 from sgl_kvfetch.codec.layout.frames import FLAT
-from sgl_kvfetch.codec.quant.base import Quantised
+from sgl_kvfetch.codec.quant.base import ExactQuantiser, Quantised, Quantiser
 from sgl_kvfetch.codec.quant.klt import UNIT, ZERO, KltQuantiser
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 PAGE_TOKENS = 64
 SPAN_TOKENS = 1024
@@ -55,32 +55,39 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Model:
-    """Like Llama-3.1-8B, for `klt` with a transform that changes nothing."""
+    """Like Llama-3.1-8B, for `exact`, or for `klt` with a transform that changes nothing."""
 
     layers: int
     dim: int = 128
+    coding: str = "klt"
 
-    def make_quantiser(self) -> KltQuantiser:
+    def make_quantiser(self) -> Quantiser:
+        return ExactQuantiser() if self.coding == "exact" else self._klt()
+
+    def _klt(self) -> KltQuantiser:
         return KltQuantiser(make_profile(self.dim, self.layers), step=1.0)
 
     def geometry(self) -> KVGeometry:
         """Return the profile's heads and first layers, rounded up to whole cells."""
-        profile = self.make_quantiser().profile
+        profile = self._klt().profile
         whole = -(-self.layers // profile.grid.cell_layers) * profile.grid.cell_layers
         layers, heads = min(whole, profile.grid.num_layers), profile.grid.num_heads
         return KVGeometry(layers, heads, profile.k_head_dim, profile.v_head_dim, PAGE_TOKENS, "bfloat16")
 
 
 def repeated_segments(model: Model, num_tokens: int) -> list[CodedSegment]:
-    """Return a prefix of equal spans, of random coefficients."""
+    """Return a prefix of equal spans, of random coefficients, or of values whose channels differ in scale."""
     quantiser, codec = model.make_quantiser(), "ans"
     span_pages = SPAN_TOKENS // PAGE_TOKENS
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
     spec = SegmentSpec(make_heads(model.geometry(), quantiser), quantiser, codec, FLAT, span_pages)
-    manifest = spec.manifest(0, None, hashes[:span_pages])
-    counts = dict(zip(manifest.span_cells(0), manifest.coefficients, strict=True))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        span = encode_cells(spec, manifest, lambda cell: _random(counts[cell], SPAN_TOKENS), threads).joined()
+        if model.coding == "exact":
+            span = encode_segment(spec, _values(model.geometry()), 0, None, hashes[:span_pages], threads)
+        else:
+            manifest = spec.manifest(0, None, hashes[:span_pages])
+            counts = dict(zip(manifest.span_cells(0), manifest.coefficients, strict=True))
+            span = encode_cells(spec, manifest, lambda cell: _random(counts[cell], SPAN_TOKENS), threads).joined()
     (variant,) = span.manifest.variants
     coded, start = [], 0
     for chunk in variant.chunks:
@@ -92,6 +99,15 @@ def repeated_segments(model: Model, num_tokens: int) -> list[CodedSegment]:
         manifest = spec.manifest(first, hashes[first - 1] if first else None, hashes[first : first + count])
         segments.append(CodedSegment(msgspec.structs.replace(manifest, variants=(repeated,)), data))
     return segments
+
+
+def _values(geometry: KVGeometry) -> dict[TensorName, torch.Tensor]:
+    generator, shape = torch.Generator().manual_seed(0), (SPAN_TOKENS, geometry.num_layers, geometry.num_heads)
+    found: dict[TensorName, torch.Tensor] = {}
+    for tensor in TENSORS:
+        x = torch.randn((*shape, geometry.head_dim(tensor)), generator=generator)
+        found[tensor] = (x * torch.logspace(-2, 1, x.shape[-1])).to(geometry.torch_dtype)
+    return found
 
 
 def _random(count: int, num_tokens: int) -> Quantised:

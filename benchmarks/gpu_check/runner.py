@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.gpu_check.record import Outcome
 from harness.children import start_child
 
-TOTAL_S = 565.0
+TOTAL_S = 720.0
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,24 @@ class Step:
 
 _HERE = "benchmarks.gpu_check"
 
-# The first step finds out whether there is a GPU.
+# The first step finds out whether there is a GPU. What decides most comes first: a run may be cut off.
 STEPS = (
     Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 25, needs_gpu=False),
-    Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 55),
-    Step("ans", "ans: bits, checksums and speed", f"{_HERE}.ans:run", 30),
+    Step("first", "Registered memory, copies, one cell of each coding", f"{_HERE}.first:run", 60),
+    Step("kernels", "restore_klt against its reference and a device copy", f"{_HERE}.kernels:run", 30),
+    Step("ans", "ans: bits, checksums and speed", f"{_HERE}.ans:run", 15),
     Step("quantise", "klt quantised on the device: integers and speed", f"{_HERE}.quantise:run", 10),
-    Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130),
+    Step("exact", "exact: bits and speed", f"{_HERE}.exact:run", 15),
     Step("loads", "Loads of 32K tokens: values, time, memory, forward passes", f"{_HERE}.loads:run", 75),
-    Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45),
-    Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),
-    Step("sglang_8b", "SGLang in device mode: times", f"{_HERE}.server:run_large", 280, is_extra=True),
-    Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 45),
+    Step("sglang_8b", "SGLang in device mode: times", f"{_HERE}.server:run_large", 240),
+    Step("host_tier", "SGLang's own host tier: times", f"{_HERE}.server:run_host_tier", 75),
+    Step("ranks", "Ranks that staged differently: no other slot is written", f"{_HERE}.loads:run_ranks", 40),
+    Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 60),
+    Step("sglang", "SGLang in device mode: answers", f"{_HERE}.server:run", 60),
+    Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130, is_extra=True),
+    Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45, is_extra=True),
     # Last: it may leave the decoder or the driver in a bad state.
-    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec_damage:run", 40),
+    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec_damage:run", 40, is_extra=True),
 )
 
 

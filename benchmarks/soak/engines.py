@@ -16,7 +16,8 @@ It is a failure, and the exit code is 1, if
 * in the end, when the link is well, prompts are not stored and fetched, or `kvfetch verify` finds a fault;
 * the memory of all processes together grows from the second quarter to the last one by more than --slack.
 
---seed fixes the prompts, and the order of prompts and faults.
+--seed fixes the prompts, and the order of prompts and faults. With --gpu-path, the server in device mode treats its
+pools as those of a GPU: cells of `exact` stay coded until they are there, and Triton's interpreter restores them.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from harness.engine import (
 from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_llama
+from harness.stand_in_gpu import RESTORED, on_the_gpu_path
 from harness.store_process import StoreProcess
 
 _BEGINNINGS, _ENDINGS = 6, 4  # of prompts
@@ -140,12 +142,11 @@ class EngineSoak:
         with contextlib.ExitStack() as running:
             for mode, flags in (("host", hicache_args), ("device", device_args)):
                 log = self._args.logs and self._args.logs / f"{mode}.log"
-                server = SGLangServer(
-                    model,
-                    extra_args=[*flags(url, **config), "--tp-size", str(_RANKS)],
-                    env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_CACHE_HOME": str(self._folder / f"cache-{mode}")},
-                    log_path=log,
-                )
+                env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_CACHE_HOME": str(self._folder / f"cache-{mode}")}
+                if mode == "device" and self._args.gpu_path:
+                    env |= on_the_gpu_path(self._folder / "gpu", restores=True)
+                args = [*flags(url, **config), "--tp-size", str(_RANKS)]
+                server = SGLangServer(model, extra_args=args, env=env, log_path=log)
                 self._servers[mode] = running.enter_context(server)
             yield
 
@@ -245,6 +246,8 @@ class EngineSoak:
             self.requests[f"{mode}: sound audits"] = round(read_metric(text, audits, result="sound"))
             if far := read_metric(text, audits, result="beyond"):
                 self.problems[f"{mode}: audits that found other values"] += round(far)
+            if mode == "device" and self._args.gpu_path and RESTORED not in log:
+                self.problems[f"{mode}: no cell was restored by a kernel"] += 1
             if (begin := log.find("Traceback")) >= 0:
                 self.problems[f"{mode}: tracebacks, such as {log[begin:][:4000]}"] += log.count("Traceback")
 
@@ -311,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=float, default=60.0, metavar="S", help="a slower answer is a failure")
     parser.add_argument("--slack", type=int, default=300, metavar="MIB", help="by which memory may grow")
     parser.add_argument("--seed", type=int, default=0, help="see above")
+    parser.add_argument("--gpu-path", action="store_true", help="see above")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep the servers' logs")
     parser.add_argument("--json", type=report.output_file, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from harness.attaching import ATTACH
 from harness.engine import SGLangServer
 from harness.waiting import wait_until
 from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
-from tests.e2e.shared import ATTACH
 
 _HELD = ("01", "02", "08")  # of the states of TCP, those of sockets that a process has not closed
 
@@ -71,37 +70,3 @@ def assert_fetched_in_parts(server: SGLangServer, expected: Expected) -> None:
     answer = ask(server, make_half_prompt())
     assert from_storage(answer) == 320
     assert same_answer(answer, expected.half)
-
-
-_CUSTOMIZE = """
-import importlib.util, sys
-
-
-class PatchedPages:
-    def find_spec(self, name, path=None, target=None):
-        if name != "sgl_kvfetch.plugin.device.pools":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_patch(module):
-            from harness.immediate_device import ImmediateDevice
-
-            execute(module)
-            module.open_gpu = lambda pool: (ImmediateDevice(), False)
-
-        spec.loader.exec_module = execute_and_patch
-        return spec
-
-
-sys.meta_path.insert(0, PatchedPages())
-"""
-
-
-def on_the_gpu_path(folder: Path) -> dict[str, str]:
-    """Return the environment of a server that treats the CPU engine's pools as those of a GPU: by streams and slots, on
-    a device that does its work at once. It cannot decode `ans` there. ``folder``: for a file."""
-    folder.mkdir(exist_ok=True)
-    Path(folder, "sitecustomize.py").write_text(_CUSTOMIZE)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}

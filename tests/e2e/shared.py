@@ -8,51 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from harness.engine import ServerError, SGLangServer, extra_config, free_port
-from harness.waiting import wait_until
-
-ATTACH = "/hicache/storage-backend"
-
-
-def attach(
-    server: SGLangServer, store_url: str, *, policy: str | None = None, write_policy: str | None = None, **config: Any
-) -> str:
-    """Attach a store once the server is idle, and return what SGLang says. Without policies, SGLang keeps those that
-    it has. Raises ServerError."""
-    body = {
-        "hicache_storage_backend": "kvfetch",
-        "hicache_storage_backend_extra_config_json": json.dumps(extra_config(store_url, **config)),
-        "hicache_storage_prefetch_policy": policy,
-        "hicache_write_policy": write_policy,
-    }
-    return _once_idle(partial(server.request, "PUT", ATTACH, body))
-
-
-def detach(server: SGLangServer) -> str:
-    """Detach the store once the server is idle, and return what SGLang says. Raises ServerError."""
-    return _once_idle(partial(server.request, "DELETE", ATTACH))
-
-
-def _once_idle(call: Callable[[], str]) -> str:
-    """Attach or detach. SGLang refuses it while it is busy, as it may be for a moment after a request."""
-    answers: list[str] = []
-
-    def is_done() -> bool:
-        try:
-            answers.append(call())
-        except ServerError as e:
-            if "idle" not in str(e):
-                raise
-        return bool(answers)
-
-    wait_until(is_done, poll_s=0.1)
-    return answers[0]
+from harness.attaching import attach, detach
+from harness.engine import SGLangServer, free_port
 
 
 class SharedServer(SGLangServer):

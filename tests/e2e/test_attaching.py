@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from harness.attaching import attach, detach
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
-from tests.e2e.shared import Shared, attach, detach
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from harness.attaching import ATTACH, attach, detach
 from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
 from harness.metrics import read_metric, written
@@ -34,7 +35,7 @@ from tests.e2e.faults import (
     fetch_again,
     is_data,
 )
-from tests.e2e.shared import ATTACH, Shared, attach, detach
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

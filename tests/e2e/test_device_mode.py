@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from harness.attaching import attach, detach
 from harness.engine import ServerError, SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.otlp_receiver import OtlpReceiver, ReceivedSpan
@@ -20,7 +21,7 @@ from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import assert_fetched_in_parts, load_of
 from tests.e2e.faults import PAGES, fetch_again
-from tests.e2e.shared import Shared, attach, detach
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ import pytest
 from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.models import TinyLlama, make_tiny_llama
+from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from tests.e2e.conftest import PAGE_SIZE, from_storage
 from tests.e2e.continuation import continue_by_layers
-from tests.e2e.device import on_the_gpu_path
 from tests.e2e.test_layer_maps import calibrated
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

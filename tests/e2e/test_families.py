@@ -18,9 +18,9 @@ from PIL import Image
 from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import FAMILIES, IMAGE, make_tiny, make_tiny_image_text, make_tiny_lfm2, make_tiny_qwen3_5
+from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, ask, from_storage, make_prompt, same_answer
-from tests.e2e.device import on_the_gpu_path
 from tests.linker import needs_linker
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from harness.attaching import attach
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
@@ -20,7 +21,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
-from tests.e2e.shared import Shared, attach
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from harness.attaching import attach, detach
 from harness.engine import Generation, ServerError, SGLangServer, device_args, hicache_args, host_tier_args
 from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
@@ -39,7 +40,7 @@ from tests.e2e.faults import (
     is_data,
     misses,
 )
-from tests.e2e.shared import Shared, attach, detach
+from tests.e2e.shared import Shared
 from tests.e2e.test_audits import ALL, AUDITED, COMMON, audits
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from harness.attaching import attach, detach
 from harness.children import data_planes
 from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
@@ -27,7 +28,7 @@ from sgl_kvfetch.reasons import ADVICE, Reason
 from tests.e2e.conftest import make_prompt
 from tests.e2e.device import begin, load_of, wait_until_parked
 from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, fetch_again, is_data, is_write, misses
-from tests.e2e.shared import Shared, attach, detach
+from tests.e2e.shared import Shared
 from tests.reasons import assert_why, reasons_in
 from tests.tools.conftest import kvfetch, kvfetch_json
 
