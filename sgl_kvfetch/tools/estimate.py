@@ -40,8 +40,8 @@ class Coding(NamedTuple):
 
 CODINGS = {
     "raw": Coding(16.0, inf, "the KV cache as it is"),
-    "exact": Coding(10.41, 817e6, "SmolLM2-135M, exact/ans", 75e9),
-    "uint8": Coding(6.78, 831e6, "SmolLM2-135M, uint8/ans"),
+    "exact": Coding(10.41, 1.4e9, "SmolLM2-135M, exact/ans", 75e9),
+    "uint8": Coding(6.78, 656e6, "SmolLM2-135M, uint8/ans"),
     "klt": Coding(1.25, 624e6, "SmolLM2-135M and Qwen2.5-Coder-1.5B, klt/ans at the default target_kl", 238e9),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import data_plane, writing
+from benchmarks import data_plane, restoring, writing
 from benchmarks.real_model import prose
 from benchmarks.soak.__main__ import main as soak
 from tests.benchmarks.conftest import Run
@@ -26,6 +26,12 @@ def test_writing(run: Run) -> None:
     rows = run(writing.main, "--tokens", 256, "--layers", 2, "--rounds", 2)["writes"]
     assert [(row["codec"], row["round"]) for row in rows] == [("ans", 1), ("ans", 2), ("raw", 1), ("raw", 2)]
     assert all(row["raw_mb_per_s"] > 0 and row["data_plane_cpu_s_per_gb"] > 0 for row in rows)
+
+
+def test_restoring() -> None:
+    bytes_s, share = restoring.measure("exact", "ans", 16, 1)
+    assert bytes_s > 0
+    assert 0.6 < share < 0.7
 
 
 @pytest.mark.slow
