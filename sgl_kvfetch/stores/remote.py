@@ -1,9 +1,9 @@
-"""What the clients of remote stores share: options, proxies, limits, deadlines, and the breaker.
+"""What the clients of remote stores share: options, proxies, limits, deadlines, stalls, and the breaker.
 
-Which proxy leads to a store is read from the environment, alike for ``http(s)://`` and ``s3://`` stores. aiohttp and
-obstore would each read it in their own way. aiohttp knows neither ``ALL_PROXY`` nor networks such as 10.0.0.0/8 in
-``NO_PROXY``, and it would also take credentials from ~/.netrc, which replace our token. obstore would ask a proxy for
-this machine itself.
+`HttpStore` and `S3Store` extend `RemoteStore`; lookups and the index in Redis have a `Breaker` each. No call outlasts
+its deadline or begins once closed, and no credentials but ours are sent. So both clients read the proxy here: aiohttp
+knows neither ``ALL_PROXY`` nor networks such as 10.0.0.0/8 in ``NO_PROXY``, and would take credentials from ~/.netrc,
+which replace our token; obstore would ask a proxy for this machine itself.
 """
 
 from __future__ import annotations
@@ -280,8 +280,7 @@ class Breaker:
         self._threshold = threshold
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
-        self._num_failures = 0
-        self._open_until_s = float("-inf")
+        self.succeeded()
 
     def is_open(self, now_s: float) -> bool:
         return now_s < self._open_until_s
