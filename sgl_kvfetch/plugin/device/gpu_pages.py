@@ -560,9 +560,9 @@ class CudaPages(SlotPages):
             self.device.launch(self._uploads, self._try_exact)
             self.device.mark(self._uploads).synchronize()
             return
+        self._rotations, self._inverses = {}, {}  # those of another quantiser
         first, *others = places
         inverse, *_ = (self._inverse(quantiser, place) for place in (first, *others))
-        self._rotations = {}  # those of another quantiser
         if inverse.rotations is not None:
             x, num_tokens, num_slots = inverse.rotations, len(first.tokens), len(self._buffers["k"][0])
             num_spans = -(-num_slots // num_tokens)  # of the longest prompt
@@ -592,8 +592,6 @@ class CudaPages(SlotPages):
         key = quantiser, place.layers, place.heads
         with self._lock:
             if key not in self._inverses:
-                for other in [k for k in self._inverses if k[0] is not quantiser]:  # of an earlier attachment
-                    del self._inverses[other]
                 self._inverses[key] = self.device.upload(quantiser.inverse_of(place), self._uploads)
             return self._inverses[key]
 
@@ -657,8 +655,7 @@ class CudaPages(SlotPages):
 
     def log_memory(self) -> None:
         logger.info(
-            "kvfetch uses %.0f MiB of the GPU beside the KV pool, which --mem-fraction-static does not count: %.0f MiB "
-            "were free before",
+            "kvfetch uses %.0f of %.0f MiB that were free on the GPU, which --mem-fraction-static does not count",
             *(num_bytes / MiB for num_bytes in (self._free_bytes - self.device.free_bytes(), self._free_bytes)),
         )
 

@@ -113,8 +113,7 @@ def test_the_log_says_how_much_of_the_gpus_memory_is_ours(caplog: pytest.LogCapt
     pages = make_pages(device)
     device.num_free_bytes -= 300 << 20
     pages.log_memory()
-    assert "uses 300 MiB of the GPU beside the KV pool, which --mem-fraction-static does not count" in caplog.text
-    assert ": 512 MiB were free before" in caplog.text
+    assert "uses 300 of 512 MiB that were free on the GPU, which --mem-fraction-static does not count" in caplog.text
 
 
 def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch) -> None:
