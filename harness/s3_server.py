@@ -22,10 +22,19 @@ BUCKET = "kv-cache"
 ACCESS_KEY, SECRET_KEY = "test:test", "test"  # Swift wants a colon
 
 
+@dataclass
+class Traffic:
+    """Bytes of bodies, over all requests but those for lists."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class S3Server:
     host: str
     port: int
+    traffic: Traffic
 
     @property
     def config(self) -> dict[str, str]:
@@ -80,9 +89,11 @@ def running_s3_server() -> Iterator[S3Server]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     assert server._server is not None
-    server._server.app = _conditional_writes_in_turn(server._server.app)
+    traffic = Traffic()
+    server._server.app = _counting(_conditional_writes_in_turn(server._server.app), traffic)
     try:
-        s3 = S3Server(*server.get_host_and_port())
+        host, port = server.get_host_and_port()
+        s3 = S3Server(host, port, traffic)
         s3.reset()  # all moto's servers of a process have the same buckets
         s3.make_bucket()
         yield s3
@@ -100,5 +111,16 @@ def _conditional_writes_in_turn(app: Any) -> Any:
             return app(environ, start_response)
         with lock:
             return app(environ, start_response)
+
+    return run
+
+
+def _counting(app: Any, traffic: Traffic) -> Any:
+    def run(environ: dict[str, Any], start_response: Any) -> Any:
+        traffic.received_bytes += int(environ.get("CONTENT_LENGTH") or 0)
+        is_list = "list-type" in environ.get("QUERY_STRING", "")
+        for part in app(environ, start_response):
+            traffic.sent_bytes += 0 if is_list else len(part)
+            yield part
 
     return run

@@ -33,6 +33,7 @@ _SHOWN = 60  # characters
 # SGLang's line of a request, `Receive: obj=GenerateReqInput(...)`, has Python's notation. What it cuts has " ... ".
 _TEXT = re.compile(r"""Receive: obj=.*?\btext=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?! \.\.\.)""")
 _IDS = re.compile(r"Receive: obj=.*?\binput_ids=(\[[\d, ]+\])(?! \.\.\.)")
+_TIME = re.compile(r"\A\[[^]]*\] ")  # before its lines of JSON, too
 _INSIDE = "request", "body", "request_body", "obj"  # in which gateways, and SGLang, wrap requests
 
 # What changes, by its text and the words before it; the first that fits.
@@ -162,8 +163,8 @@ def _place(prompt: str, change: _Change, is_text: bool, model: str | None) -> Br
 def _requests(log: Path) -> Iterator[tuple[str, bool]]:
     """Yield each request's prompt, and whether it is a text. Raises ConfigError if there is none."""
     found = False
-    for line in read_text(log, "--log").splitlines():
-        prompt: Any = _of_json(line) if line.startswith("{") else None
+    for line in read_text(log, "--log").split("\n"):  # texts may have other separators of lines
+        prompt: Any = _of_json(_TIME.sub("", line))
         if match := _TEXT.search(line) or _IDS.search(line):
             with suppress(SyntaxError, ValueError):
                 prompt = ast.literal_eval(match[1])

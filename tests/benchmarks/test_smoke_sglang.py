@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import demo, ttft
+from benchmarks import demo, sessions, ttft
 from benchmarks.sharegpt import main as sharegpt
 from benchmarks.soak import engines
 from tests.benchmarks.conftest import Run
@@ -63,6 +63,17 @@ def test_sharegpt(run: Run, dataset: Path) -> None:
     assert ours["cached_tokens"]["storage"] > 200
     assert min(ours["wire_bytes"], ours["raw_bytes"]) > 0
     assert ours["same_answers_as_first_run"] == 4  # `exact` keeps every bit
+
+
+def test_sessions(run: Run) -> None:
+    """Answers are right, also where a store and data planes are killed, and then all that was stored is found."""
+    args = ["--turns", 4, "--tokens", 200, "--pause", 0.1, "--store", "http"]
+    (row,) = run(sessions.main, *args, "--mode", "host", "--replicas", 2)["rows"]
+    assert row["problems"] == []
+    assert row["fetched_tokens"] == 768
+    assert row["sent"] >= 1
+    (killed,) = run(sessions.main, *args, "--mode", "device", "--replicas", 1, "--kill")["rows"]
+    assert killed["problems"] == []
 
 
 def test_soak_of_engines(run: Run) -> None:

@@ -30,7 +30,8 @@ def words(seed: object, count: int) -> str:
 def made(number: int) -> str:
     """A prompt of one of five applications. Each has a kind of broken prefix: the first one loses most by it."""
     kind, stays = number % 5, words(f"system {number % 5}", 500 - 100 * (number % 5))
-    begins, asks = f"<|system|>\nYou are assistant {'ABCDE'[kind]}.\n", f"\n<|user|>\n{words(f'asks {number}', 20)}"
+    begins = f"<|system|>\nYou are assistant {'ABCDE'[kind]}.\n"
+    asks = f"\n<|user|>\n\u2028{words(f'asks {number}', 20)}"
     rng = random.Random(number)
     if kind == 0:
         return f"{begins}Request {rng.getrandbits(64):016x}\n{stays}{asks}"
@@ -54,7 +55,8 @@ def of_sglang(prompt: str) -> str:
 
 def of_sglang_in_json(prompt: str) -> str:
     events = ("request.received", "request.finished")
-    return "\n".join(json.dumps({"event": event, "rid": "7", "obj": {"text": prompt}}) for event in events)
+    lines = [{"event": event, "rid": "7", "obj": {"text": prompt}} for event in events]
+    return "\n".join(f"[2026-11-28 10:00:00] {json.dumps(line, ensure_ascii=False)}" for line in lines)
 
 
 def of_a_gateway(prompt: str) -> str:
