@@ -384,6 +384,6 @@ class DataPlane:
     def pause_calibration(self, *, is_paused: bool) -> None:
         self.tell(m.PauseCalibration(is_paused))
 
-    def step(self) -> None:
-        """Complete the stagings whose results have come, a bounded number. Never waits."""
-        self._peer.step()
+    def step(self, wait_s: float = 0.0) -> None:
+        """Complete the stagings whose results have come, as `Peer.step` does."""
+        self._peer.step(wait_s)

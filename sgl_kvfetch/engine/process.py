@@ -110,6 +110,7 @@ A = TypeVar("A", bound=m.Answer)
 E = TypeVar("E", m.ProfileTaken, m.Ready)
 
 _TICK_S = 0.25
+_WORD_S = 0.001  # for a data plane to say that a prompt lies in its memory
 # A data plane counts as hung after so many ticks in a row without an answer: the first number of them if it does
 # nothing in them, the second if it runs, or waits for a core or a disk, as on an overloaded machine. A start is one
 # long silence: it imports torch, and may wait for a compiler or a driver.
@@ -246,6 +247,7 @@ class Peer:
         self._lock = threading.Lock()
         self._ended = False  # or leaves; guarded by the lock, like the work under way
         self._asked: dict[int, Awaited[Any]] = {}
+        self._new: dict[int, bool] = {}  # stagings since the last step: whether they are near
         self.found_profile = ""
         self.audits: Audits | None = None
         self.has_lost = False  # the store has failed to take pages, and has taken none since
@@ -294,6 +296,8 @@ class Peer:
             is_under_way = not self._ended
             if is_under_way:
                 self._asked[work] = asked
+        if isinstance(lost, m.Staged):
+            self._new[work] = False
         if not is_under_way:
             asked.lose()
             return asked
@@ -420,14 +424,22 @@ class Peer:
                 self.channel.send(m.Ping())
             self._take_in_all(events)
 
-    def step(self) -> None:
-        """Complete the stagings whose answers have come, a bounded number. Never waits."""
-        if self._asked:
+    def step(self, wait_s: float = 0.0) -> None:
+        """Complete the stagings whose answers have come, a bounded number. Waits up to ``wait_s`` for those that were
+        begun since the last step and lie in the data plane's memory, and less for the word that they do."""
+        began_s, left_s = time.monotonic(), 0.0
+        while self._asked:
             try:
-                self._take_in_all(self.channel.receive_staged())
+                self._take_in_all(self.channel.receive_staged(left_s))
             except FormatError:
                 logger.exception("kvfetch: the data plane sends invalid bytes")
                 self.running.kill()
+                break
+            are_near = [is_near for work, is_near in self._new.items() if work in self._asked]
+            left_s = began_s + (wait_s if any(are_near) else min(wait_s, _WORD_S)) - time.monotonic()
+            if not are_near or left_s <= 0.0:
+                break
+        self._new.clear()
 
     def _receive(self) -> list[m.Event]:
         """Return new events. Raises EndedError if the data plane has ended."""
@@ -448,6 +460,8 @@ class Peer:
         match event:
             case m.Found() | m.Fetched() | m.Staged() | m.ClearOver() | m.Taken():
                 self._answer(event)
+            case m.Near():
+                self._new[event.work] = True
             case m.ProfileFound():
                 self.found_profile = event.digest
             case m.AuditsTold():

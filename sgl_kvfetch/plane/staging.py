@@ -297,10 +297,13 @@ class Stager:
             self._tell(asked, staging.state.staged, staging.reasons)
 
     def _wait(self, mine: LookingUp, prompt: _Prompt, *, needs_link: bool) -> _Staging:
+        """Let the pages of a prompt wait for their turn."""
         sources, num_pages = prompt.sources, len(prompt.sources)
         parts, num_bytes = span_parts(sources), num_pages * self._geometry.page_bytes
         names = {part.reader.data_name for part in parts}
         is_coded = self._takes_code and gpu_restores(sources) and not names & self._decoded_here
+        if is_coded and not needs_link:
+            self._answer(m.Near(mine.asked.work))
         with ExitStack() as ends:
             held = self._fetcher.hold(sources)
             ends.callback(held.let_go)

@@ -1,10 +1,9 @@
 """The protocol between the engine and its data plane: its messages, and the sockets that carry them.
 
-The engine sends commands, the data plane sends events. A message is its length in four bytes, followed by MessagePack.
-Values and pages go through shared memory (`Arena`); messages contain only their offsets. The engine chooses the
-``work`` numbers and never reuses one.
-
-Sending never waits.
+The engine (`engine/process.py`) sends commands, the data plane (`plane/service.py`) sends events. A message is its
+length in four bytes, followed by MessagePack. Values and pages go through shared memory (`Arena`); messages contain
+only their offsets. The engine chooses the ``work`` numbers and never reuses one. Sending never waits, and whatever
+bytes come raise nothing but FormatError.
 """
 
 from __future__ import annotations
@@ -302,6 +301,12 @@ class Fetched(_Message, frozen=True):
     sides: SidePages | None = None
 
 
+class Near(_Message, frozen=True):
+    """The pages of a `Stage` lie ready in the data plane's memory: `Staged` follows within milliseconds."""
+
+    work: int
+
+
 class Staged(_Message, frozen=True):
     """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are
     restored and verified. ``reason``: as in `Found`.
@@ -376,7 +381,7 @@ Command = (
     | Close
 )
 Answer = Found | Fetched | Staged | Taken | ClearOver
-Event = ProfileTaken | Ready | Refused | Answer | Settled | ProfileFound | AuditsTold | Pong
+Event = ProfileTaken | Ready | Refused | Answer | Near | Settled | ProfileFound | AuditsTold | Pong
 
 M = TypeVar("M")
 
@@ -485,12 +490,12 @@ class Channel:
     in its steps has a socket of its own, so that no other thread has to wake up for it."""
 
     def __init__(self, commands: socket.socket, staged: socket.socket) -> None:
-        """``commands`` brings all events but those that ``staged`` brings: `Staged`, in device mode."""
+        """``commands`` brings all events but those that ``staged`` brings: `Near` and `Staged`, in device mode."""
         self._waker = os.eventfd(0, os.EFD_NONBLOCK)
         self._outbox = Outbox(commands, lambda: os.eventfd_write(self._waker, 1))
         self._events: MessageReader[Event] = MessageReader(Event)
         self._staged = Outbox(staged, lambda: None)  # which sends nothing
-        self._answers: MessageReader[Staged] = MessageReader(Staged)
+        self._answers: MessageReader[Near | Staged] = MessageReader(Near | Staged)
         self._poller = select.poll()
         self._poller.register(self._waker, select.POLLIN)
         self._poller.register(commands)
@@ -520,10 +525,11 @@ class Channel:
                 if events is None or events:
                     return events
 
-    def receive_staged(self) -> list[Staged]:
-        """Return answers that have come, at most as many as one read returns. One thread may call this. Never waits.
-        Raises FormatError."""
+    def receive_staged(self, timeout_s: float = 0.0) -> list[Near | Staged]:
+        """Return answers that have come, at most as many as one read returns, or wait up to ``timeout_s`` for one. One
+        thread may call this. Raises FormatError."""
         try:
+            self._staged.sock.settimeout(timeout_s)
             return list(self._answers.feed(self._staged.receive()))
         except OSError:  # none has come, or the other end is gone, as the other thread notices
             return []

@@ -35,8 +35,10 @@ class Linker:
         self.gone: list[int] = []
         self.retained: set[str] = set()
         self.returning: list[Request] = []
+        self.is_beside: list[bool] = []
 
-    def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Request]:
+    def step(self, tree: Any, wanted_tokens: Callable[[], int], *, is_beside: bool) -> list[Request]:
+        self.is_beside.append(is_beside)
         returning, self.returning = self.returning, []
         return returning
 
@@ -74,6 +76,7 @@ class Scheduler:
     running_batch: Any = None
     last_batch: Any = None
     chunked_req: Any = None
+    enable_overlap: bool = True
     seen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -191,6 +194,13 @@ def test_the_linker_is_told_who_arrives_again_and_who_leaves(scheduler: Schedule
     scheduler.linker.returning = [scheduler.waiting_queue[0]]
     scheduler.step()
     assert scheduler.linker.arrived == [3]
+
+
+def test_the_linker_is_told_when_the_device_computes_beside_a_step(scheduler: Scheduler) -> None:
+    for has_batch, scheduler.enable_overlap in [(False, True), (True, True), (True, False)]:
+        scheduler.last_batch = SimpleNamespace(reqs=[]) if has_batch else None
+        scheduler.step()
+    assert scheduler.linker.is_beside == [False, True, False]
 
 
 def test_other_caches_are_left_alone() -> None:

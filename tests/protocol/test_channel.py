@@ -4,7 +4,7 @@ import socket
 import threading
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.protocol.messages import Channel, Outbox, Pong, Stage, Staged, encode
+from sgl_kvfetch.protocol.messages import Channel, Near, Outbox, Pong, Stage, Staged, encode
 
 
 def test_a_peer_that_takes_its_time_is_not_silent() -> None:
@@ -43,6 +43,9 @@ def test_what_the_scheduler_looks_for_is_not_for_the_thread_that_waits() -> None
     assert channel.receive_staged() == []
     their_staged.sendall(encode(Staged(2))[3:])
     assert channel.receive_staged() == [Staged(2)]
+    their_staged.sendall(encode(Near(3)))
+    assert channel.receive_staged(WAIT_S) == [Near(3)]
+    assert channel.receive_staged(0.01) == []
     their_staged.close()
     assert channel.receive_staged() == []
     theirs.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,7 @@ from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
 
+_NEAR_S = 0.005  # for prompts in `memory_cache`: 8,192 tokens take 3 ms
 _UNUSED_S = 30.0  # how long launched copies may take to end: a forward pass before them takes seconds
 
 
@@ -102,6 +104,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads = Offloads(self._pages, pools, is_writer=is_writer)
         self._loads: dict[str, Load] = {}  # queued, by request id
         self._parts: _Parts | None = None
+        self._stepped_s = math.inf
         self.connect((extra_config or {}).get("config"))
         atexit.register(self.close)
 
@@ -226,17 +229,18 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """What audits have found; None before the first one."""
         return None if self._parts is None else self._parts.plane.audits
 
-    def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Any]:
+    def step(self, tree: Any, wanted_tokens: Callable[[], int], *, is_beside: bool = False) -> list[Any]:
         """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache.
-        ``wanted_tokens`` returns how many tokens of the pool are wanted for the next request. Return the requests that
-        must arrive again."""
+        ``wanted_tokens`` returns how many tokens of the pool are wanted for the next request. ``is_beside``: whether
+        the device computes meanwhile: then a step may wait half of the last one. Return who must arrive again."""
+        last_s, self._stepped_s = self._stepped_s, time.monotonic()
         self._loader.resume()
         if self._parts is None:
             return []
-        prefixes = self.prefixes
-        self._loader.attach(self._parts.plane.memory, self._parts.cache_bytes)  # of another one, if that has ended
+        prefixes, parts = self.prefixes, self._parts
+        self._loader.attach(parts.plane.memory, parts.cache_bytes)  # of another one, if that has ended
         self._offloads.step(tree, lambda: math.inf if prefixes.has_held else wanted_tokens())
-        return prefixes.step()
+        return prefixes.step(min((self._stepped_s - last_s) / 2, _NEAR_S) if is_beside and parts.cache_bytes else 0.0)
 
     def batch_ended(self, batch: Any, now_s: float) -> None:
         """Record that SGLang has processed the result of a batch."""

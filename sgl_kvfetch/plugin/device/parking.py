@@ -360,9 +360,9 @@ class Prefixes:
             for follower in self._followers.pop(page_hash, ()):
                 self._end_wait(follower, page_hash, follower.state.values)
 
-    def step(self) -> list[Any]:
-        """Take in what the data plane has reported. Return the requests that must arrive again."""
-        self._plane.step()
+    def step(self, wait_s: float = 0.0) -> list[Any]:
+        """Take in what the data plane reports within ``wait_s``. Return the requests that must arrive again."""
+        self._plane.step(wait_s)
         self._board.step()
         orphans, self._orphans = self._orphans, []
         there = [prefix for prefix in orphans if self._prefixes.get(prefix.req.rid) is prefix]

@@ -167,7 +167,8 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
     if linker is None:
         return original(scheduler, *args, **kwargs)
     arrive = partial(_arrive, scheduler, linker)
-    for request in linker.step(scheduler.tree_cache, partial(_wanted_tokens, scheduler)):
+    is_beside = scheduler.enable_overlap and scheduler.last_batch is not None
+    for request in linker.step(scheduler.tree_cache, partial(_wanted_tokens, scheduler), is_beside=is_beside):
         arrive(request)
     queue = scheduler.waiting_queue
     if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list

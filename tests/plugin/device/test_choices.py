@@ -319,6 +319,7 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
         last_batch=None,
         chunked_req=None,
         new_token_ratio_tracker=SimpleNamespace(current=1.0),
+        enable_overlap=False,
     )
 
     def step() -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +16,16 @@ import torch
 
 from harness.serving import serving
 from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.engine import process
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.memory_cache import MemoryCache
-from sgl_kvfetch.plugin.device import gpu_loads
+from sgl_kvfetch.plugin.device import gpu_loads, linker
 from sgl_kvfetch.protocol import quantiser as quantisers
+from sgl_kvfetch.protocol.messages import Channel
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
@@ -31,6 +37,7 @@ from tests.reasons import assert_counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+NO_WORD_S = 0.01
 NUM_PAGES = 16  # in four spans
 TOKENS = prompt(0, NUM_PAGES)
 
@@ -164,6 +171,78 @@ def test_a_prompt_that_was_written_is_checked_once(
             assert_equal(loaded(rig, TOKENS), expected)
             assert work == Counter(verified=num_verified)
         assert_nothing_held(rig)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each look for answers may wait. Words and pages take as long as they like, but for `NO_WORD_S`."""
+    seen, receive = list[float](), Channel.receive_staged
+
+    def noted(self: Channel, timeout_s: float = 0.0) -> Any:
+        seen.append(timeout_s)
+        return receive(self, timeout_s)
+
+    monkeypatch.setattr(Channel, "receive_staged", noted)
+    monkeypatch.setattr(linker, "_NEAR_S", WAIT_S)
+    monkeypatch.setattr(process, "_WORD_S", NO_WORD_S)
+    return seen
+
+
+def test_a_prompt_in_memory_is_there_in_the_step_after_its_arrival(
+    make: MakeRig, quantiser: KltQuantiser, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang makes a step in each forward pass, so one more would be a pass more."""
+    expected = written(make, quantiser=quantiser)
+    rig = reader(make, quantiser=quantiser)
+    request, _ = staged(rig)
+    left(rig, request)
+    monkeypatch.setattr(process, "_WORD_S", WAIT_S)
+    request = rig.arrive(TOKENS)
+    assert rig.is_parked(request)
+    rig.linker._stepped_s = -math.inf
+    rig.linker.step(rig.cache, lambda: 0, is_beside=True)
+    assert not rig.is_parked(request)
+    assert max(waits) > NO_WORD_S
+    left(rig, request)
+    assert_equal(loaded(rig, TOKENS), expected)
+    assert_nothing_held(rig)
+
+
+@pytest.mark.parametrize(
+    ("memory_cache", "is_beside", "last_s", "most_s"),
+    [
+        ("1MiB", True, math.inf, NO_WORD_S),
+        ("1MiB", True, NO_WORD_S, NO_WORD_S / 2),
+        ("1MiB", False, math.inf, 0.0),
+        ("", True, math.inf, 0.0),
+    ],
+)
+def test_no_step_waits_for_the_store(
+    memory_cache: str,
+    is_beside: bool,
+    last_s: float,
+    most_s: float,
+    make: MakeRig,
+    quantiser: KltQuantiser,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``most_s``: for its word. Nor does a step wait for what an earlier one has not waited for."""
+    written(make, quantiser=quantiser)
+    rig = reader(make, memory_cache, quantiser=quantiser)
+    rig.store.reads.is_open = False
+    request = rig.arrive(TOKENS)
+    for of_step in ([0.0, most_s], [0.0]):
+        waits.clear()
+        rig.linker._stepped_s = 100.0 - last_s
+        with monkeypatch.context() as patch:
+            patch.setattr(linker, "time", SimpleNamespace(monotonic=lambda: 100.0))
+            rig.linker.step(rig.cache, lambda: 0, is_beside=is_beside)
+        assert all(wait_s <= most for wait_s, most in zip_longest(waits, of_step, fillvalue=of_step[-1]))
+    assert rig.is_parked(request)
+    rig.store.reads.is_open = True
+    rig.await_unparked(request)
+    left(rig, request)
 
 
 def test_what_does_not_fit_is_loaded_from_staging(
