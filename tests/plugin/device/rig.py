@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -597,14 +599,25 @@ class Ranks:
                 self.abort()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(histories))]
-        for thread in threads:
-            thread.start()
-        num_steps, since_s = [-1 for _ in histories], time.monotonic()
-        while any(thread.is_alive() for thread in threads):
+        with patch.object(ast, "parse", _parse_alone):
             for thread in threads:
-                thread.join(0.05)
-            if (now := [len(history) for history in histories]) != num_steps:
-                num_steps, since_s = now, time.monotonic()
-            assert time.monotonic() - since_s < HANG_S, f"no rank steps any more, after {num_steps} steps"
+                thread.start()
+            num_steps, since_s = [-1 for _ in histories], time.monotonic()
+            while any(thread.is_alive() for thread in threads):
+                for thread in threads:
+                    thread.join(0.05)
+                if (now := [len(history) for history in histories]) != num_steps:
+                    num_steps, since_s = now, time.monotonic()
+                assert time.monotonic() - since_s < HANG_S, f"no rank steps any more, after {num_steps} steps"
         assert not faults, faults
         return histories
+
+
+_parse, _PARSING = ast.parse, threading.Lock()
+
+
+def _parse_alone(*args: Any, **options: Any) -> Any:
+    """Parse as Triton's interpreter does at a kernel's first launch. Two threads at once end each other's in Python
+    3.11, with a SystemError about recursion."""
+    with _PARSING:
+        return _parse(*args, **options)
