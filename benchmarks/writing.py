@@ -4,7 +4,8 @@
 
 Pages of a model of Llama-3.1-8B's shape go through a data plane in its own process to a store in another one, over
 loopback, all in memory. This process represents the engine: it reads pages from a pool into shared memory. The clock
-runs until the store finds all pages. CPU seconds are given a GB of raw values.
+runs until the store finds all pages, for a client of its own: a data plane that looks pages up reads them ahead.
+CPU seconds are given a GB of raw values.
 
 The first round is that of a new process, whose memory is fresh; the kernel clears each page of it. In the others, it is
 used again.
@@ -13,6 +14,7 @@ used again.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import os
 import sys
@@ -27,7 +29,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.data_plane import write_pages
 from benchmarks.machine import machine, versions
 from benchmarks.processes import usage
 from benchmarks.report import write_json
@@ -38,11 +39,13 @@ from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.protocol.arena import Line
 from sgl_kvfetch.protocol.messages import Start
+from sgl_kvfetch.stores.open import open_remote
+from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.types import TENSORS, TensorName
 
 _PAGE_SIZE, _LAYERS, _HEADS, _DIM = 64, 32, 8, 128
 _OWN_PAGES = 16  # that the pool has: pages are copies of them
-_TIMEOUT_S = 300.0
+_TIMEOUT_S, _POLL_S = 300.0, 0.02
 KINDS = ("random", "smooth")
 
 
@@ -74,7 +77,11 @@ def measure(kind: str, codec: str, num_tokens: int, num_rounds: int, layers: int
         return values[tensor][[page % _OWN_PAGES for page in pages]]
 
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder, StoreProcess(Path(folder) / "store") as store:
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as folder,
+        StoreProcess(Path(folder) / "store") as store,
+        asyncio.Runner() as runner,
+    ):
         settings = {"store": store.url, "codec": codec, "fetch_timeout_s": _TIMEOUT_S}
         plane = DataPlane(Start(settings, namespace, 0, _HEADS, 0, None), Peer(Setup(launch, heads.geometry)))
         raw_gb = num_tokens // _PAGE_SIZE * heads.geometry.page_bytes / 1e9
@@ -83,13 +90,30 @@ def measure(kind: str, codec: str, num_tokens: int, num_rounds: int, layers: int
             for number in range(num_rounds):
                 hashes = [hashlib.sha256(f"{number} {n}".encode()).digest() for n in range(num_tokens // _PAGE_SIZE)]
                 before, begin_s = _cpu_s(started[0], store), time.perf_counter()
-                write_pages(plane, hashes, read)
+                first = 0
+                while first < len(hashes):  # it takes as many as there is room for
+                    before_first, rest = hashes[first - 1] if first else None, range(first, len(hashes))
+                    first += plane.write(first, before_first, hashes[first:], rest, read)
+                    if time.perf_counter() > begin_s + _TIMEOUT_S:
+                        raise SystemExit("the data plane does not accept pages")
+                runner.run(_until_stored(store.url, heads, hashes))
                 seconds = time.perf_counter() - begin_s
                 used_s = (y - x for x, y in zip(before, _cpu_s(started[0], store), strict=True))
                 rounds.append(Round(seconds, raw_gb, *used_s))
         finally:
             plane.close()
     return rounds
+
+
+async def _until_stored(url: str, heads: HeadSlice, hashes: Sequence[bytes]) -> None:
+    store, deadline_s = open_remote(url, options=HttpOptions(timeout_s=_TIMEOUT_S)), time.monotonic() + _TIMEOUT_S
+    try:
+        while (found := (await store.lookup(heads.folder, hashes)).num_pages) < len(hashes):
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
+            await asyncio.sleep(_POLL_S)
+    finally:
+        await store.close()
 
 
 def _cpu_s(data_plane: DataPlaneProcess, store: StoreProcess) -> tuple[float, float, float]:
