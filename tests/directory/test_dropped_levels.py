@@ -26,8 +26,7 @@ from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin
 from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
-from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
-from tests.directory.conftest import rebuild
+from tests.codec.container.test_levels import GEOMETRY, KLT, SPEC, segment
 from tests.segments import page_hashes
 
 pytestmark = pytest.mark.usefixtures("tiny_stores")
@@ -71,48 +70,10 @@ def disk_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
 
 
-async def test_levels_go_before_segments(make: MakeStore, tmp_path: Path) -> None:
-    store = make(drop_levels=1)
-    await fill(store, range(7))
-    assert [await lost(store, number) for number in range(7)].count(None) == 0
-    assert (await lost(store, 0), await lost(store, 6)) == (1, 0)
-    usage = await store.usage()
-    assert usage.num_evicted == 0
-    assert disk_bytes(tmp_path) == usage.stored_bytes <= 6 * WHOLE
-
-    await fill(store, range(7, 40))
-    assert (await store.usage()).num_evicted > 0
-    found = [await lost(store, number) for number in range(40)]
-    assert set(found) == {0, 1, None}
-    assert found[-1] is not None
-    assert disk_bytes(tmp_path) == (await store.usage()).stored_bytes <= 6 * WHOLE
-
-
-async def test_to_lose_a_level_is_no_use(make: MakeStore) -> None:
-    """The segment that was used least is evicted first, although it has lost a level since, and others could not."""
-    store = make(drop_levels=1)
-    await fill(store, [0])
-    plain = make_segment(replace(SPEC, num_levels=1))
-    manifest = msgspec.structs.replace(plain.manifest, page_hashes=chain(1).manifest.page_hashes)
-    await commit_segment(store, replace(plain, manifest=manifest))
-    await fill(store, range(2, 7))
-    number = 7
-    while not (await store.usage()).num_evicted:
-        await fill(store, [number])
-        number += 1
-    assert [await lost(store, 0), await lost(store, 1)] == [None, 0]
-
-
 async def test_without_being_told_no_level_is_dropped(make: MakeStore) -> None:
     store = make()
     await fill(store, range(12))
     assert {await lost(store, number) for number in range(12)} == {0, None}
-
-
-async def test_as_many_levels_are_dropped_as_allowed(make: MakeStore) -> None:
-    store = make(drop_levels=LEVELS - 1)
-    await fill(store, range(40))
-    assert LEVELS - 1 in {await lost(store, number) for number in range(40)}
 
 
 async def test_what_is_pinned_keeps_its_levels_and_all_variants_lose_them_alike(make: MakeStore) -> None:
@@ -130,24 +91,6 @@ async def test_what_is_pinned_keeps_its_levels_and_all_variants_lose_them_alike(
     assert await lost(store, 1) == 1
     hits = (await store.lookup(FOLDER, chain(1).manifest.page_hashes)).hits
     assert [variant.num_dropped for variant in decode_manifest(hits[0].manifest).variants] == [1, 1]
-
-
-async def test_what_is_written_again_has_all_levels(make: MakeStore) -> None:
-    store = make(drop_levels=1)
-    await fill(store, range(7))
-    assert await lost(store, 0) == 1
-    await fill(store, [0])
-    assert await lost(store, 0) == 0
-
-
-async def test_a_catalog_made_anew_knows_what_was_dropped(make: MakeStore) -> None:
-    store = make(drop_levels=1)
-    await fill(store, range(7))
-    before = [await lost(store, number) for number in range(7)]
-    await rebuild(store)
-    assert [await lost(store, number) for number in range(7)] == before
-    await fill(store, range(7, 9))
-    assert {await lost(store, number) for number in range(9)} <= {0, 1, None}
 
 
 async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore) -> None:

@@ -248,13 +248,6 @@ async def test_a_lookup_does_not_wait_for_an_upstream_that_hangs(
     assert failures == [("lookup", "timeout")]
 
 
-async def test_a_store_whose_upstream_is_back_can_be_written(node: FrontStore, upstream: Upstream) -> None:
-    upstream.error = ERROR
-    await node.lookup(FOLDER, CHAIN)
-    upstream.error = None
-    assert (await node.usage()).write_problem is None
-
-
 async def test_what_is_written_and_deleted_is_so_in_both(node: FrontStore, upstream: Upstream) -> None:
     await put_segment(node, SEGMENT)
     for store in (upstream, node):

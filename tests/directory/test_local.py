@@ -28,18 +28,6 @@ def manifests(root: Path) -> list[Path]:
     return list(root.rglob("*.kvm"))
 
 
-async def test_a_restart_finds_everything(store: LocalStore, tmp_path: Path) -> None:
-    chain = page_hashes(8)
-    await put_segment(store, make_segment(chain, 0, 8))
-    usage = await store.usage()
-    assert usage.num_segments == 1
-    await store.close()
-    again = LocalStore(tmp_path)
-    assert parts(await again.lookup(SPACE, chain)) == [(0, 8)]
-    assert await again.usage() == usage
-    await again.close()
-
-
 async def test_a_deleted_namespace_directory_is_forgotten(store: LocalStore, tmp_path: Path) -> None:
     chain = page_hashes(4)
     await put_segment(store, make_segment(chain, 0, 4))
@@ -292,21 +280,6 @@ class TestCapacity:
         with pytest.raises(ConfigError, match="capacity_bytes is 0"):
             LocalStore(tmp_path, capacity_bytes=0)
 
-    async def test_the_least_recently_used_segment_is_evicted_first(self, tmp_path: Path) -> None:
-        store = LocalStore(tmp_path, capacity_bytes=int(4.5 * self.SIZE))
-        chains = await self.fill(store, 4)
-        assert await self.stored(store, chains) == [True] * 4
-        assert (await store.lookup(SPACE, chains[0])).num_pages == 4
-        assert await store.get(make_segment(chains[1], 0, 4, content=1).data_name)
-        chains.append(page_hashes(4, "one more"))
-        await put_segment(store, make_segment(chains[-1], 0, 4, content=4))
-        assert await self.stored(store, chains) == [True, True, False, True, True]
-        usage = await store.usage()
-        assert usage.num_evicted == 1
-        assert usage.stored_bytes <= int(4.5 * self.SIZE)
-        assert usage.stored_bytes == disk_bytes(tmp_path)
-        await store.close()
-
     async def test_a_segment_that_is_written_again_counts_as_used(self, tmp_path: Path) -> None:
         """Or its data would be evicted before its manifest is put."""
         store = LocalStore(tmp_path, capacity_bytes=int(4.5 * self.SIZE))
@@ -335,21 +308,6 @@ class TestCapacity:
         names = {info.name async for info in store.list()}
         assert not any(name.startswith(segment.manifest.key.stem) for name in names)
         assert len(names) == 2
-        await store.close()
-
-    async def test_uses_survive_a_restart(self, tmp_path: Path) -> None:
-        store = LocalStore(tmp_path)
-        chains = await self.fill(store, 4)
-        for path in manifests(tmp_path):
-            age(path)
-        await store.close()
-        store = LocalStore(tmp_path)
-        await store.lookup(SPACE, chains[2])
-        await store.close()
-        store = LocalStore(tmp_path, capacity_bytes=int(2.5 * self.SIZE))
-        chains.append(page_hashes(4, "one more"))
-        await put_segment(store, make_segment(chains[-1], 0, 4, content=4))
-        assert await self.stored(store, chains) == [False, False, True, False, True]
         await store.close()
 
     async def test_an_object_larger_than_the_capacity(self, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
@@ -127,19 +126,6 @@ async def test_without_an_index_the_oldest_go_first(s3: S3Server) -> None:
     await put_segment(store, SEGMENTS[0])
     plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
     assert keys(plan.evicted) == [KEYS[1]]
-    await store.close()
-
-
-async def test_a_directory_is_swept_by_use(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for segment in SEGMENTS:
-        await put_segment(store, segment)
-    assert parts(await store.lookup(FOLDER, CHAIN[:8])) == [(0, 8)]
-    plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
-    assert keys(plan.evicted) == [KEYS[1]]
-    await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
-    assert (await store.usage()).num_segments == 2
     await store.close()
 
 

@@ -1,4 +1,4 @@
-"""Sweeps that drop last levels before they delete segments."""
+"""What goes wrong while a sweep drops last levels: what it drops is in `test_life`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.upkeep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
+from sgl_kvfetch.stores.upkeep import ORPHAN_AGE_S, plan_sweep, sweep_segments
 from tests.codec.container.test_levels import segment
 from tests.directory.test_dropped_levels import WHOLE, chain
 from tests.segments import using
@@ -37,7 +36,7 @@ LAST = len(segment().level_data[-1])
 
 @pytest.fixture(params=["directory", "bucket", "bucket with index"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> AsyncIterator[AdminStore]:
-    """A store of three segments, of which the first was used longest ago where the store knows."""
+    """A store of three segments."""
     url = f"s3://{BUCKET}/kv"
     store: AdminStore
     if request.param == "directory":
@@ -49,8 +48,6 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) ->
         store = IndexedS3Store(url, IndexOptions(redis.url, timeout_s=WAIT_S), config=s3.config)
     for number in range(NUM):
         await commit_segment(store, chain(number))
-        if isinstance(store, IndexedS3Store):
-            await store._index.record_uses({chain(number).manifest.key: time.time() + 10 * number})
     yield store
     await store.close()
 
@@ -61,52 +58,12 @@ async def lost(store: AdminStore) -> list[int | None]:
     return [None if each is None else decode_manifest(each).variants[0].num_dropped for each in contents]
 
 
-async def sweep(store: AdminStore, capacity: int, drop_levels: int = 1) -> Swept:
-    plan = await plan_sweep(store, capacity, drop_levels=drop_levels)
-    before = await lost(store)
-    swept = await sweep_segments(store, plan.doomed, 0, plan.coarser)
-    assert await lost(store) != before or not plan.freed_bytes
-    return swept
-
-
 async def named(store: AdminStore) -> set[str]:
     """Return the names of all data, and require that manifests name all of it."""
     names = {info.name async for info in store.list() if not info.name.endswith(".kvm")}
     manifests = [await store.peek(chain(number).manifest.key.manifest_name) for number in range(NUM)]
     assert names == {name for each in manifests if each is not None for name in decode_manifest(each).data_names}
     return names
-
-
-async def test_levels_go_before_segments_those_used_least_first(store: AdminStore) -> None:
-    swept = await sweep(store, NUM * WHOLE - LAST // 2)
-    assert (swept.num_levels, swept.num_objects, swept.num_bytes, swept.failures) == (1, 1, LAST, {})
-    assert sorted(map(str, await lost(store))) == ["0", "0", "1"]
-    if type(store) is not S3Store:  # whose times are those of writing, in whole seconds
-        assert await lost(store) == [1, 0, 0]
-        await sweep(store, NUM * WHOLE - LAST - LAST // 2)
-        assert await lost(store) == [1, 1, 0]  # dropping was no use of the first
-        await sweep(store, (NUM - 1) * WHOLE - LAST - 64)
-        assert await lost(store) == [None, 1, 1]
-    await named(store)
-
-
-async def test_no_more_levels_are_dropped_than_allowed(store: AdminStore) -> None:
-    assert (await plan_sweep(store, 0)).coarser == []
-    two = (await plan_sweep(store, NUM * WHOLE - LAST // 2, drop_levels=2)).coarser
-    assert [each.num_levels for each in two] == [2]
-    swept = await sweep(store, NUM * (WHOLE - LAST) + 64 * NUM)
-    assert swept.num_levels == NUM
-    assert await lost(store) == [1] * NUM
-    assert (await plan_sweep(store, NUM * (WHOLE - LAST) + 64 * NUM, drop_levels=1)).freed_bytes == 0
-    plan = await plan_sweep(store, WHOLE, drop_levels=1)
-    assert (plan.coarser, len(plan.evicted)) == ([], 2)
-
-
-async def test_pinned_segments_keep_their_levels(store: AdminStore) -> None:
-    first = chain(0).manifest
-    await put_pin(store, Pin("kept", 1, b"".join(first.page_hashes)))
-    await sweep(store, (NUM - 1) * WHOLE)
-    assert (await lost(store))[0] == 0
 
 
 async def test_a_segment_that_is_written_again_meanwhile_keeps_its_data(store: AdminStore) -> None:

@@ -1,0 +1,302 @@
+"""A store's life as a state machine: segments are written, found, pinned and replaced, expire, lose levels and go."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from harness.s3_server import BUCKET
+from harness.small_segments import expiring, parts
+from harness.waiting import WAIT_S
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import running_server
+from sgl_kvfetch.stores.base import AdminStore, object_digest
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.notes import PINS, Pin, put_pin
+from sgl_kvfetch.stores.redis_index import IndexOptions
+from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
+from tests.directory.conftest import rebuild
+from tests.directory.test_dropped_levels import FOLDER, WHOLE, chain
+from tests.segments import names
+
+T = TypeVar("T")
+Opened = Callable[[Path], AbstractAsyncContextManager[AdminStore]]
+NUMBERS = st.integers(0, 8)  # of segments, of which six have room
+CAPACITY = 6 * WHOLE
+TIMES_S = None, 1000, 3000  # to live: long enough for what has expired to be older than a write takes
+MANIFESTS = {chain(number).manifest.key.manifest_name: number for number in range(9)}
+KEYS = {chain(number).manifest.key: number for number in range(9)}
+AGE_S = 1e9  # what is put has the real time, and is not left behind when the test's clock has gone on
+
+
+def pin_of(number: int) -> Pin:
+    return Pin("", 1, b"".join(chain(number).manifest.page_hashes))
+
+
+class Life(RuleBasedStateMachine):
+    """``expires``: what was written, and stays until it has expired or has to go. ``order``: those of which the store
+    knows which was used first, in a directory."""
+
+    kind: str
+    opened: Opened
+    clock: list[float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_bounded, self.is_served = self.kind in ("bounded", "served"), self.kind == "served"
+        self.is_directory = not self.kind.startswith("bucket")
+        self.clock[0] = 0.0
+        self.folder = Path(tempfile.mkdtemp())
+        self.runner, self.stack = asyncio.Runner(), AsyncExitStack()
+        self.store = self.run(self.stack.enter_async_context(type(self).opened(self.folder)))
+        self.expires: dict[int, int | None] = {}
+        self.lost: dict[int, int] = {}  # levels
+        self.order: list[int] = []
+        self.pins: set[int] = set()
+
+    def teardown(self) -> None:
+        self.run(self.stack.aclose())
+        self.runner.close()
+        shutil.rmtree(self.folder)
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        self.clock[0] += 0.001  # nothing is used at the same time, and nothing expires within a rule
+        return self.runner.run(call)
+
+    def has_expired(self, number: int) -> bool:
+        expires = self.expires[number]
+        return expires is not None and expires <= time.time()
+
+    def live(self) -> set[int]:
+        return {number for number in self.expires if not self.has_expired(number)}
+
+    def stored(self) -> set[int]:
+        return {MANIFESTS[name] for name in self.run(names(self.store)) if name in MANIFESTS}
+
+    def manifest(self, number: int) -> Manifest:
+        content = self.run(self.store.peek(chain(number).manifest.key.manifest_name))
+        assert content is not None
+        return decode_manifest(content)
+
+    def note_use(self, number: int) -> None:
+        self.order = [*(other for other in self.order if other != number), number]
+
+    def forget(self, number: int) -> None:
+        del self.expires[number]
+        self.lost.pop(number, None)
+        self.order = [other for other in self.order if other != number]
+
+    def require_right_ones(self, gone: set[int], drop_levels: int, keeps: int | None = None) -> None:
+        """Of what lives, those that were used longest ago go first, and pinned ones when there are no others, but not
+        ``keeps``, which is being written."""
+        unpinned = self.live() - self.pins - {keeps}
+        known = [number for number in self.order if number in unpinned]
+        if self.is_directory:
+            assert {*known[: len(gone & {*known})]} == gone & {*known}
+        assert keeps not in gone
+        assert gone <= unpinned or unpinned <= gone
+        if gone and not self.is_served:  # first, others lost as many levels as they may
+            assert all(self.manifest(number).variants[0].num_dropped >= drop_levels for number in unpinned - gone)
+
+    def see_what_went(self, keeps: int | None = None) -> None:
+        """Look what a write has made room by."""
+        gone = self.live() - self.stored()
+        assert self.is_bounded or not gone
+        self.require_right_ones(gone, 1, keeps)
+        for number in gone:
+            self.forget(number)
+        if isinstance(self.store, LocalStore) and self.is_bounded:
+            assert self.run(self.store.usage()).stored_bytes <= CAPACITY
+            for number in self.live():
+                lost = self.manifest(number).variants[0].num_dropped
+                assert lost == self.lost[number] or (lost == 1 and number not in self.pins)
+                self.lost[number] = lost
+
+    @initialize(times_s=st.tuples(*[st.sampled_from(TIMES_S)] * 4), pins=st.sets(st.integers(0, 3), max_size=2))
+    def begin(self, times_s: Sequence[int | None], pins: set[int]) -> None:
+        for number, ttl_s in enumerate(times_s):
+            self.write(number, ttl_s)
+        for number in pins:
+            self.pin(number)
+
+    @rule(number=NUMBERS, ttl_s=st.sampled_from(TIMES_S))
+    def write(self, number: int, ttl_s: int | None) -> None:
+        expires = None if ttl_s is None else int(time.time()) + ttl_s
+        had_expired = {*self.expires} - self.live() - {number}
+        self.run(commit_segment(self.store, expiring(chain(number), expires)))
+        if self.is_directory:  # a write deletes what has expired
+            assert not had_expired & self.stored()
+            for other in had_expired:
+                self.forget(other)
+        self.expires[number], self.lost[number] = expires, 0
+        self.see_what_went(number)
+        self.note_use(number)
+
+    @rule(number=NUMBERS)
+    def look_up(self, number: int) -> None:
+        found = self.run(self.store.lookup(FOLDER, chain(number).manifest.page_hashes))
+        assert parts(found) == ([(0, 4)] if number in self.live() else [])
+        if found.hits:
+            manifest = decode_manifest(found.hits[0].manifest)
+            assert self.is_served or manifest.variants[0].num_dropped == self.lost[number]
+            self.note_use(number)
+
+    @rule(number=st.integers(0, 4))
+    def pin(self, number: int) -> None:
+        try:
+            self.run(put_pin(self.store, pin_of(number)))
+        except StoreError as e:
+            if e.reason != "full":
+                raise
+            assert self.is_bounded
+            assert len({number, *self.pins} & {*self.expires}) > 2  # more than half of the capacity
+        else:
+            self.pins.add(number)
+            self.see_what_went()
+
+    @rule(number=st.integers(0, 4))
+    def unpin(self, number: int) -> None:
+        assert self.run(self.store.delete_note(PINS, pin_of(number).name)) == (number in self.pins)
+        self.pins.discard(number)
+
+    @precondition(lambda self: not self.is_served)
+    @rule(number=NUMBERS, ttl_s=st.sampled_from(TIMES_S))
+    def replace(self, number: int, ttl_s: int | None) -> None:
+        name = chain(number).manifest.key.manifest_name
+        old = self.run(self.store.peek(name))
+        if old is None or number not in self.live():
+            return
+        expires = None if ttl_s is None else int(time.time()) + ttl_s
+        new = msgspec.structs.replace(decode_manifest(old), expires=expires).encode()
+        assert self.run(self.store.replace(name, new, "0" * 32)) == (new == old)
+        assert self.run(self.store.replace(name, new, object_digest(old)))
+        self.expires[number] = expires
+        self.order = [other for other in self.order if other != number]
+
+    @rule(number=NUMBERS)
+    def delete(self, number: int) -> None:
+        self.run(self.store.delete_prefix(chain(number).manifest.key.stem))
+        if number in self.expires:
+            self.forget(number)
+
+    @rule(seconds=st.sampled_from([100, 1100]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock[0] += seconds
+
+    @precondition(lambda self: self.is_directory)
+    @rule()
+    def restart(self) -> None:
+        self.run(self.stack.aclose())
+        self.store = self.run(self.stack.enter_async_context(type(self).opened(self.folder)))
+
+    @precondition(lambda self: self.is_directory and not self.is_served)
+    @rule()
+    def lose_the_catalog(self) -> None:
+        assert isinstance(self.store, LocalStore)
+        self.run(rebuild(self.store))
+        self.order.clear()
+
+    @precondition(lambda self: not self.is_served)
+    @rule(capacity=st.integers(0, 6), drop_levels=st.integers(0, 2))
+    def sweep(self, capacity: int, drop_levels: int) -> None:
+        limit = None if capacity == 6 else capacity * WHOLE
+        live, expired = self.live(), {*self.expires} - self.live()
+        plan = self.run(plan_sweep(self.store, limit, drop_levels))
+        evicted = [KEYS[segment.key] for segment in plan.evicted]
+        gone, coarser = {*evicted} & live, {KEYS[each.segment.key]: each.num_levels for each in plan.coarser}
+        assert (plan.broken, {*evicted} - live, plan.num_expired) == ([], expired, len(expired))
+        assert {*evicted[: len(expired)]} == expired
+        assert not (gone or coarser) or limit is not None
+        left = plan.stored_bytes - plan.freed_bytes
+        assert limit is None or left <= limit or gone == live
+        if gone and limit is not None:
+            assert left + plan.evicted[-1].stored_bytes > limit  # no more go than must
+        assert not {*coarser} & (gone | self.pins)
+        assert all(self.lost[number] + lost <= drop_levels for number, lost in coarser.items())
+        swept = self.run(sweep_segments(self.store, plan.doomed, 0, plan.coarser))
+        assert (swept.failures, swept.num_bytes) == ({}, plan.freed_bytes)
+        self.require_right_ones(gone, drop_levels)
+        for number in evicted:
+            self.forget(number)
+        for number, lost in coarser.items():
+            self.lost[number] += lost
+
+    @invariant()
+    def all_is_there(self) -> None:
+        stored = self.run(names(self.store))
+        found = {MANIFESTS[name] for name in stored if name.endswith(".kvm")}
+        assert self.live() <= found <= {*self.expires}
+        if not self.is_served:
+            manifests = [self.manifest(number) for number in found]
+            assert stored == {x for m in manifests for x in (m.key.manifest_name, *m.data_names)}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How many seconds this process's clock has gone on, which does not by itself."""
+    ahead, start = [0.0], int(time.time())
+    monkeypatch.setattr(time, "time", lambda: start + ahead[0])
+    return ahead
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("tiny_stores")
+@pytest.mark.parametrize("kind", ["directory", "bounded", "served", "bucket", "bucket with index"])
+def test_a_life(kind: str, clock: list[float], request: pytest.FixtureRequest) -> None:
+    config = request.getfixturevalue("s3").config if kind.startswith("bucket") else {}
+    index = request.getfixturevalue("index").url if kind.endswith("index") else ""
+    capacity = {"capacity_bytes": CAPACITY, "drop_levels": 1} if kind in ("bounded", "served") else {}
+
+    @asynccontextmanager
+    async def opened(folder: Path) -> AsyncIterator[AdminStore]:
+        store: AdminStore
+        if kind == "served":
+            served = ServerConfig(folder, port=0, grace_s=1, orphan_age_s=AGE_S, **capacity)  # type: ignore[arg-type]
+            async with running_server(served) as server:
+                store = HttpStore(server.url)
+                yield store
+                await store.close()
+            return
+        if kind == "bucket":
+            store = S3Store(f"s3://{BUCKET}/{folder.name}", config=config)
+        elif kind == "bucket with index":
+            store = IndexedS3Store(f"s3://{BUCKET}/{folder.name}", IndexOptions(index, timeout_s=WAIT_S), config=config)
+        else:
+            store = LocalStore(folder, min_free_bytes=0, orphan_age_s=AGE_S, **capacity)
+        yield store
+        await store.close()
+
+    num_examples = 15 if kind in ("directory", "bounded") else 5
+    how = settings(
+        max_examples=num_examples,
+        stateful_step_count=20,
+        phases=[Phase.generate],  # a shorter life that fails, too, would be looked for in minutes
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
+    )
+    here = type("Here", (Life,), {"kind": kind, "opened": staticmethod(opened), "clock": clock})
+    run_state_machine_as_test(here, settings=how)
