@@ -143,12 +143,6 @@ def test_sizes_have_a_unit() -> None:
         assert each.as_exact.memory_cache == each.memory_cache
 
 
-@pytest.mark.parametrize("size", [16, "16", 16.5, 200 << 30])
-def test_a_bare_number_is_no_size(size: object) -> None:
-    with pytest.raises(ConfigError, match=rf"memory_cache = .*: {size} what\? say {size}GiB or {size}B"):
-        parse_config(STORE | {"memory_cache": size})
-
-
 def test_a_missing_store_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'store' is required: .*http://HOST:PORT"):
         parse_config({})

@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import trustme
 from typer.testing import Result
 
 from harness.metrics import own_metric
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
-from harness.waiting import until
+from harness.small_segments import data_object
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.metrics import record_certificates
@@ -68,18 +71,6 @@ async def reason_of_get(store: HttpStore) -> str:
         await store.get(data_object(b"x"))
     await store.close()
     return caught.value.reason
-
-
-async def test_large_objects_both_ways(url: str, certificates: Certificates) -> None:
-    content = bytes(range(256)) * (40 << 10) + b"end"
-    store = HttpStore(url, options=HttpOptions(tls=TlsFiles(ca=str(certificates.ca))))
-    await store.put(data_object(content), content)
-    assert await store.get(data_object(content)) == content
-    for start, length in ((0, 1), (12345, 3_000_000), (len(content) - 1, 1), (256 << 10, 256 << 10)):
-        assert await store.get(data_object(content), start, length) == content[start : start + length]
-    await put_segment(store, make_segment(page_hashes(4), 0, 4))
-    assert (await store.lookup(FOLDER, page_hashes(4))).num_pages == 4
-    await store.close()
 
 
 async def test_a_client_refuses_a_server_that_its_ca_did_not_sign(url: str, certificates: Certificates) -> None:
@@ -249,28 +240,37 @@ SERVE = """
 import logging, sys
 from pathlib import Path
 from sgl_kvfetch import user_files
-from sgl_kvfetch.metrics import record_certificates
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.run import run_server
 user_files.LOOK_EVERY_S = 1e6
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 pem = Path(sys.argv[2])
-run_server(ServerConfig(Path(sys.argv[1]), port=0, tls_cert=pem, tls_key=pem))
+run_server(ServerConfig(Path(sys.argv[1]), port=0, tls_cert=pem, tls_key=pem, token_file=Path(sys.argv[3])))
 """
 
 
-def test_sighup_reads_certificates_again(tmp_path: Path) -> None:
-    files = Rotating(tmp_path)
+def test_sighup_reads_tokens_and_certificates_again(tmp_path: Path) -> None:
+    files, tokens = Rotating(tmp_path), tmp_path / "tokens"
     files.write("A", **dict.fromkeys(("server", "client", "ca", "client_ca"), files.old))
-    command = [sys.executable, "-c", SERVE, str(tmp_path / "store"), str(tmp_path / "server.pem")]
+    tokens.write_text("old")
+    tokens.chmod(0o600)
+    command = [sys.executable, "-c", SERVE, str(tmp_path / "store"), str(tmp_path / "server.pem"), str(tokens)]
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            assert "serving" in server.stdout.readline()
+            url = server.stdout.readline().split()[-1]
             assert "version" in server.stdout.readline()
+            tokens.write_text("new")
             server.send_signal(signal.SIGHUP)
-            assert "read the certificates again" in server.stdout.readline()
+            said = server.stdout.readline() + server.stdout.readline()
+            assert "read the tokens again" in said
+            assert "read the certificates again" in said
+            for token, status in (("new", 200), ("old", 401)):
+                connection = http.client.HTTPSConnection(urlsplit(url).netloc, timeout=WAIT_S, context=trusting)
+                connection.request("GET", "/v1/objects", headers={"Authorization": f"Bearer {token}"})
+                assert connection.getresponse().status == status
+                connection.close()
         finally:
             server.kill()
 

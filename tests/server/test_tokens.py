@@ -1,16 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -234,39 +229,3 @@ async def test_a_clients_token_file_is_read_again(
             with nullcontext() if is_known else pytest.raises(StoreError, match="does not know this token"):
                 await ask()
     await store.close()
-
-
-SERVE = """
-import logging, sys
-from pathlib import Path
-from urllib.parse import urlsplit
-import sgl_kvfetch.user_files as user_files
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import run_server
-user_files.LOOK_EVERY_S = 1e6
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-run_server(ServerConfig(Path(sys.argv[1]), port=0, token_file=Path(sys.argv[2])))
-"""
-
-
-@pytest.mark.process
-def test_sighup_reads_the_tokens_again(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text("old")
-    path.chmod(0o600)
-    command = [sys.executable, "-c", SERVE, str(tmp_path / "store"), str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().split()[-1]
-            assert "version" in server.stdout.readline()
-            path.write_text("new")
-            server.send_signal(signal.SIGHUP)
-            assert "read the tokens again" in server.stdout.readline()
-            for token, status in (("new", 200), ("old", 401)):
-                connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
-                connection.request("GET", "/v1/objects", headers={"Authorization": f"Bearer {token}"})
-                assert connection.getresponse().status == status
-                connection.close()
-        finally:
-            server.kill()

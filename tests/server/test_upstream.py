@@ -153,18 +153,6 @@ async def test_reads_go_on_while_the_upstream_is_away_and_writes_fail(pair: Pair
     await fetch(pair.far, other)
 
 
-async def test_a_reader_is_served_while_the_upstream_is_slow_to_give_the_rest(pair: Pair) -> None:
-    await put_segment(pair.far, SEGMENT)
-    assert await bytes_read(pair.near, NAME, 0, 100) == SEGMENT.data[:100]
-    await pair.proxy.set(Fault("stall", only=lambda method, path: path.endswith(".kvd")))
-    await until(lambda: pair.reads() == 2)  # the rest, of which nothing comes
-    reading = asyncio.ensure_future(bytes_read(pair.near, NAME, 100, 100))
-    await until(lambda: pair.reads() == 3)
-    await pair.proxy.set(None)
-    assert await bytes_read(pair.near, NAME, 0, 100) == SEGMENT.data[:100]
-    reading.cancel()
-
-
 async def test_profiles_are_the_upstreams(pair: Pair, tmp_path: Path) -> None:
     name = await publish_profile(pair.far, save(tmp_path), NO_KEYS)
     assert [info.name for info in await pair.near.notes(PROFILES)] == [name]

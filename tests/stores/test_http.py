@@ -13,7 +13,6 @@ from aiohttp import web
 
 from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
-from harness.reading import read_bytes
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
@@ -44,51 +43,6 @@ async def reason_of(call: Awaitable[object]) -> StoreErrorReason:
     with pytest.raises(StoreError) as caught:
         await asyncio.wait_for(call, WAIT_S)
     return caught.value.reason
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (Fault("refuse"), "refused"),
-        (Fault("hang"), "timeout"),
-        (Fault("slow", bytes_per_s=1e5), "timeout"),
-        (Fault("error", status=500), "server"),
-        (Fault("error", status=503), "server"),
-        (Fault("error", status=502), "proxy"),
-        (Fault("error", status=504), "proxy"),
-        (Fault("error", status=401), "unauthorised"),
-        (Fault("error", status=403), "unauthorised"),
-        (Fault("error", status=507), "full"),
-        (Fault("error", status=400), "invalid"),
-        (Fault("error", status=302), "protocol"),
-        (Fault("error", status=418), "protocol"),
-        (Fault("error", status=204), "protocol"),
-        (Fault("close", after_bytes=0), "truncated"),
-        (Fault("close", after_bytes=1000), "truncated"),
-        (Fault("wrong_length", extra_bytes=10), "truncated"),
-        (Fault("garbage"), "protocol"),
-    ],
-    ids=lambda value: f"{value.kind}-{value.status}" if isinstance(value, Fault) else value,
-)
-async def test_faults_map_to_error_reasons(
-    store: HttpStore, proxy: FaultyProxy, fault: Fault, reason: StoreErrorReason
-) -> None:
-    await proxy.set(fault)
-    store.options = HURRIED if reason == "timeout" else OPTIONS
-    assert await reason_of(store.get(NAME)) == reason
-    assert await reason_of(store.get(NAME, 500, 200_000)) == reason
-    store.options = OPTIONS
-    await proxy.set(None)
-    assert await store.get(NAME) == CONTENT
-
-
-@pytest.mark.process
-async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProxy) -> None:
-    await proxy.set(Fault("wrong_length", extra_bytes=-10))
-    # The reason depends on who detects it first: aiohttp (bytes after the end of the body), or our client (a length
-    # that differs from the range).
-    assert await reason_of(store.get(NAME, 100, 1000)) in ("truncated", "protocol")
 
 
 @pytest.mark.process
@@ -135,32 +89,6 @@ async def test_transient_failures_are_retried(proxy: FaultyProxy, fault: Fault) 
     await proxy.set(Fault("error", status=503, times=2))
     assert [info.name async for info in store.list()] == [NAME]  # its start is retried
     await store.close()
-
-
-@pytest.mark.process
-async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> None:
-    store = HttpStore(proxy.url, options=OPTIONS)
-    await store.put(NAME, CONTENT)
-    proxy.requests.clear()
-    await proxy.set(Fault("close", after_bytes=80_000))
-    assert await read_bytes(store, NAME, 1000, 200_000) == CONTENT[1000:201_000]
-    assert len(proxy.requests) == 3
-    await store.close()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("fault", [Fault("close", after_bytes=0), Fault("wrong_length"), Fault("garbage")])
-async def test_read_passes_on_only_requested_bytes(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
-    await proxy.set(fault)
-    into, pieces = bytearray(1000), list[int]()
-    assert await reason_of(store.read(NAME, 500, [memoryview(into)], pieces.append)) in ("truncated", "protocol")
-    assert CONTENT[500:1500].startswith(bytes(into[: sum(pieces)]))
-
-
-@pytest.mark.process
-async def test_read_of_a_missing_or_short_object(store: HttpStore) -> None:
-    assert await read_bytes(store, data_object(b"never put"), 0, 5) is None
-    assert await reason_of(read_bytes(store, NAME, len(CONTENT) - 5, 6)) == "truncated"
 
 
 @pytest.mark.process
@@ -282,29 +210,6 @@ async def test_endless_bodies_are_limited(answering: Start) -> None:
     assert await reason_of(store.get(NAME)) == "too_large"
     assert await reason_of(store.lookup(FOLDER, page_hashes(1))) == "too_large"
     assert await reason_of(anext(aiter(store.list()))) == "protocol"
-
-
-@pytest.mark.parametrize(
-    ("content_range", "body", "reason"),
-    [
-        (None, b"x" * 10, "protocol"),
-        ("bytes 0-9/100", b"x" * 10, "protocol"),  # another start
-        ("bytes 5-14/100", b"x" * 9, "truncated"),
-        ("bytes 5-14/100", b"x" * 11, "truncated"),
-        ("bytes 5-9/10", b"x" * 5, "truncated"),  # the object ends early
-        ("bytes 5-4/10", b"", "protocol"),
-        ("lines 5-14/100", b"x" * 10, "protocol"),
-        ("bytes 5-99999999999999999999/*", b"x", "protocol"),
-    ],
-)
-async def test_invalid_range_answers(
-    answering: Start, content_range: str | None, body: bytes, reason: StoreErrorReason
-) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        headers = {} if content_range is None else {"Content-Range": content_range}
-        return web.Response(status=206, body=body, headers=headers)
-
-    assert await reason_of((await answering(answer)).get(NAME, 5, 10)) == reason
 
 
 ROW = [b"manifest", 0, 2]

@@ -13,8 +13,7 @@ import obstore
 import pytest
 import trustme
 
-from harness.faults import Fault, FaultKind, FaultyProxy
-from harness.reading import read_bytes
+from harness.faults import Fault, FaultyProxy
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import data_object, make_segment, page_hashes
 from sgl_kvfetch import user_files
@@ -50,76 +49,6 @@ async def proxied(s3: S3Server, s3_proxy: FaultyProxy) -> AsyncIterator[S3Store]
 
 CONTENT = bytes(range(256)) * 4000
 NAME = data_object(CONTENT)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("fault", "reason", "retriable"),
-    [
-        (Fault("error", status=503), "server", True),
-        (Fault("error", status=502), "proxy", True),
-        (Fault("error", status=500), "server", True),
-        (Fault("error", status=429), "server", True),
-        (Fault("error", status=401), "unauthorised", False),
-        (Fault("error", status=403), "unauthorised", False),
-        (Fault("error", status=400), "invalid", False),
-        (Fault("error", status=404), "protocol", False),  # without S3's code: from a proxy, or a wrong endpoint
-        (Fault("error", status=301), "protocol", False),
-        (Fault("error", status=507), "full", True),
-        (Fault("close", after_bytes=500), "truncated", True),
-        (Fault("garbage"), "protocol", False),
-        (Fault("refuse"), "refused", True),
-    ],
-)
-async def test_faults_have_reasons(
-    proxied: S3Store, s3_proxy: FaultyProxy, fault: Fault, reason: str, retriable: bool
-) -> None:
-    await proxied.put(NAME, CONTENT)
-    await s3_proxy.set(fault)
-    for call in (proxied.get(NAME), proxied.get(NAME, 5, 2000), read_bytes(proxied, NAME, 5, 2000)):
-        with pytest.raises(StoreError) as caught:
-            await call
-        assert (caught.value.reason, caught.value.retriable) == (reason, retriable), str(caught.value)
-        assert "\n" not in str(caught.value)
-    await s3_proxy.set(None)
-    assert await proxied.get(NAME) == CONTENT
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("kind", ["hang", "stall"])
-async def test_a_server_that_does_not_go_on_ends_with_a_timeout(
-    s3: S3Server, s3_proxy: FaultyProxy, kind: FaultKind
-) -> None:
-    await S3Store(URL, config=s3.config).put(NAME, CONTENT)
-    store = S3Store(URL, options=HttpOptions(timeout_s=0.5), config=s3_config(s3_proxy.url))
-    await s3_proxy.set(Fault(kind, after_bytes=100))
-    for call in (store.get(NAME), store.get(NAME, 0, 1000)):
-        with pytest.raises(StoreError) as caught:
-            await call
-        assert (caught.value.reason, caught.value.retriable) == ("timeout", True)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("status", [503, 500, 429])
-async def test_slow_down_and_other_passing_faults_are_retried(
-    proxied: S3Store, s3_proxy: FaultyProxy, status: int
-) -> None:
-    for call in (
-        lambda: proxied.put(NAME, CONTENT),
-        lambda: proxied.get(NAME),
-        lambda: proxied.head(NAME),
-        lambda: proxied.delete(NAME),
-    ):
-        await s3_proxy.set(Fault("error", status=status, times=1))
-        await call()
-    assert await proxied.head(NAME) is None
-
-
-@pytest.mark.process
-async def test_a_broken_read_continues_where_it_ended(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
-    await proxied.put(NAME, CONTENT)
-    await s3_proxy.set(Fault("close", after_bytes=400_000, times=1))
-    assert await read_bytes(proxied, NAME, 10, 900_000) == CONTENT[10:900_010]
 
 
 @pytest.mark.process

@@ -87,12 +87,6 @@ def test_a_service_stops_in_good_order(stored: Stored) -> None:
     assert b"segments encoded" in said
 
 
-def test_help_says_what_it_encodes_with() -> None:
-    result = kvfetch("encode", "--help")
-    assert result.exit_code == 0
-    assert "libx265" in result.stdout
-
-
 @pytest.mark.process
 def test_starting_is_lean() -> None:
     """What the command needs of SGLang, pictures and metrics: nothing."""

@@ -1,0 +1,110 @@
+"""What goes wrong on the way to a store, by HTTP and in S3: why a call fails, what is tried again, and from where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from harness.faults import Fault, FaultyProxy
+from harness.reading import read_bytes
+from harness.s3_server import BUCKET, s3_config
+from harness.small_segments import data_object
+from harness.waiting import WAIT_S
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
+from sgl_kvfetch.stores.s3 import S3Store
+
+pytestmark = pytest.mark.process
+
+CONTENT = bytes(range(256)) * 4000
+NAME = data_object(CONTENT)
+FAULTS = [
+    (Fault("refuse"), "refused", "http s3"),
+    (Fault("hang"), "timeout", "http s3"),
+    (Fault("stall", after_bytes=100), "timeout", "s3"),  # `test_stalls` has HTTP's
+    (Fault("slow", bytes_per_s=1e5), "timeout", "http"),
+    *((Fault("error", status=status), "server", "http s3") for status in (500, 503)),
+    (Fault("error", status=429), "server", "s3"),
+    (Fault("error", status=502), "proxy", "http s3"),
+    (Fault("error", status=504), "proxy", "http"),
+    *((Fault("error", status=status), "unauthorised", "http s3") for status in (401, 403)),
+    (Fault("error", status=507), "full", "http s3"),
+    (Fault("error", status=400), "invalid", "http s3"),
+    *((Fault("error", status=status), "protocol", "http") for status in (302, 418, 204)),
+    *((Fault("error", status=status), "protocol", "s3") for status in (301, 404)),  # 404 without S3's code: a proxy's
+    (Fault("close", after_bytes=0), "truncated", "http"),
+    (Fault("close", after_bytes=500), "truncated", "http s3"),
+    (Fault("wrong_length", extra_bytes=10), "truncated", "http"),
+    (Fault("garbage"), "protocol", "http s3"),
+]
+LASTING = ("unauthorised", "invalid", "protocol")
+Make = Callable[..., RemoteStore]
+
+
+@pytest.fixture
+def link(kind: str, proxy: FaultyProxy, s3_proxy: FaultyProxy) -> FaultyProxy:
+    return proxy if kind == "http" else s3_proxy
+
+
+@pytest.fixture
+async def make(kind: str, link: FaultyProxy) -> AsyncIterator[Make]:
+    """Makes clients behind the link. The store has an object."""
+    async with AsyncExitStack() as stack:
+
+        def make(**options: Any) -> RemoteStore:
+            how = HttpOptions(**{"timeout_s": WAIT_S, "backoff_s": 0.01} | options)
+            store: RemoteStore = HttpStore(link.url, options=how)
+            if kind == "s3":
+                store = S3Store(f"s3://{BUCKET}/kv", options=how, config=s3_config(link.url))
+            stack.push_async_callback(store.close)
+            return store
+
+        await make().put(NAME, CONTENT)
+        link.requests.clear()
+        yield make
+
+
+async def reason_of(call: Coroutine[Any, Any, object]) -> tuple[str, bool]:
+    with pytest.raises(StoreError) as caught:
+        await asyncio.wait_for(call, WAIT_S)
+    assert "\n" not in str(caught.value)
+    return caught.value.reason, caught.value.retriable
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "reason"),
+    [
+        pytest.param(kind, fault, reason, id=f"{kind}-{fault.kind}-{fault.status}-{fault.after_bytes}")
+        for fault, reason, kinds in FAULTS
+        for kind in kinds.split()
+    ],
+)
+async def test_faults_have_reasons(make: Make, link: FaultyProxy, fault: Fault, reason: str) -> None:
+    await link.set(fault)
+    store = make(timeout_s=0.5 if reason == "timeout" else WAIT_S, max_attempts=2)
+    for call in (store.get(NAME), store.get(NAME, 500, 200_000), read_bytes(store, NAME, 500, 200_000)):
+        assert await reason_of(call) == (reason, reason not in LASTING)
+    await link.set(None)
+    assert await make().get(NAME) == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+@pytest.mark.parametrize("status", [500, 503])
+async def test_what_passes_is_tried_again(make: Make, link: FaultyProxy, status: int) -> None:
+    store = make()
+    for call in (lambda: store.put(NAME, CONTENT), lambda: store.get(NAME), lambda: store.delete(NAME)):
+        await link.set(Fault("error", status=status, times=1))
+        await call()
+    assert await store.get(NAME) is None
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+async def test_a_broken_read_continues_where_it_ended(make: Make, link: FaultyProxy) -> None:
+    await link.set(Fault("close", after_bytes=400_000, times=1))
+    assert await read_bytes(make(), NAME, 10, 900_000) == CONTENT[10:900_010]
+    assert len(link.requests) == 2
