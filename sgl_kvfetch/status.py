@@ -23,24 +23,19 @@ _Text = Annotated[str, Meta(max_length=2000)]
 
 
 class Audits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What audits of one rank have found, as ratios of errors to those that are expected (docs/operations.md#audits).
+    """What audits of one rank have found: ratios of errors to those that are expected (docs/operations.md#audits)."""
 
-    ``ratio``, ``where``: of the last audit, where it is largest. ``typical``: of all layers, the median of the last
-    ``num_recent`` audits; ``before``: of those before, None if there are none; ``by_length``: of all that are known, by
-    where in a prompt they are (`length_of`). ``off``: why nothing is read or written any more; "" if it is.
-    """
-
-    model: _Text  # for people, as is ``quantiser``
+    model: _Text  # for people, as is `quantiser`
     quantiser: _Text
     num_audits: int = 0
     at_s: float = 0.0  # of the last one, in seconds since the epoch
-    ratio: float = 0.0
-    where: _Text = ""
-    typical: float = 0.0
+    ratio: float = 0.0  # the largest ratio of the last audit
+    where: _Text = ""  # the place of that ratio
+    typical: float = 0.0  # over all layers, the median of the last `num_recent` audits
     num_recent: int = 0
-    before: float | None = None
-    by_length: Annotated[dict[str, float], Meta(max_length=16)] = {}
-    off: _Text = ""
+    before: float | None = None  # the same of the audits before them; None if there are none
+    by_length: Annotated[dict[str, float], Meta(max_length=16)] = {}  # of all known audits, by `length_of` their tokens
+    off: _Text = ""  # why nothing is read or written any more; "" if it is
 
     @property
     def drifts(self) -> bool:

@@ -67,21 +67,17 @@ class AnsChunk(NamedTuple):
 
 
 class FittedChunk(NamedTuple):
-    """One bitstream of `ans-tables`, without its distributions: bytes ``start`` to ``start + size`` of the data. Of
-    ``rows`` integers of a token, the first ``kept`` are wanted: uint8 ``(tokens, kept)`` from ``out_start`` of the
-    output on. Its distributions, uint16 ``(num_tables, 257)``, are at ``slots_start`` of the slots, in bytes; the
-    decoding tables that are made of them are ``num_tables`` from ``first_table`` on. ``kept`` and ``out_start`` are
-    multiples of `GATHERED`, and ``rows`` of 3."""
+    """One bitstream of `ans-tables`, without its distributions."""
 
-    start: int
-    size: int
-    rows: int
+    start: int  # of its bytes in the data
+    size: int  # in bytes
+    rows: int  # integers per token, a multiple of 3
     tokens: int
-    out_start: int
-    kept: int
-    slots_start: int
-    num_tables: int
-    first_table: int
+    out_start: int  # where the output has its integers, uint8 (tokens, kept); a multiple of `GATHERED`
+    kept: int  # the first of a token's integers are wanted, so many; a multiple of `GATHERED`
+    slots_start: int  # the byte of the slots where its distributions begin, uint16 (num_tables, 257)
+    num_tables: int  # distributions, and decoding tables that are made of them
+    first_table: int  # the number of the first of these decoding tables
 
 
 def ans_decode(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -> torch.Tensor:

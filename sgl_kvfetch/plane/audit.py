@@ -105,22 +105,19 @@ class AuditedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AuditRecord(msgspec.Struct, frozen=True):
-    """What the audits of a rank on this machine have found. ``model``, ``quantiser``: names for people. ``identity``:
-    of the quantiser. ``parts``: of the last ones, the newest last. ``ratio``, ``where``: of the last one. ``why_off``:
-    why nothing of the namespace is used; "" if it is used. ``off_at_s``, ``num_off``: when that began the last time,
-    and how many times in a row."""
+    """What the audits of a rank on this machine have found."""
 
     store: str
-    model: str
+    model: str  # for people, as is `quantiser`
     quantiser: str
-    identity: str
+    identity: str  # of the quantiser
     num_audits: int = 0
-    ratio: float = 0.0
-    where: str = ""
-    parts: Annotated[list[AuditedPart], Meta(max_length=_NUM_KEPT)] = []
-    why_off: str = ""
-    off_at_s: float = 0.0  # in seconds since the epoch
-    num_off: int = 0
+    ratio: float = 0.0  # the largest ratio of the last audit
+    where: str = ""  # the place of that ratio
+    parts: Annotated[list[AuditedPart], Meta(max_length=_NUM_KEPT)] = []  # of the last audits, the newest last
+    why_off: str = ""  # why nothing of the namespace is used; "" if it is used
+    off_at_s: float = 0.0  # when that began the last time, in seconds since the epoch
+    num_off: int = 0  # how many times in a row that began
 
     @property
     def try_again_s(self) -> float:

@@ -57,24 +57,20 @@ class _Layout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CachedSpan:
-    """``units``: those whose bytes are here. ``missing_bytes``: of the others. ``kept``: of each cell in storage order,
-    once it was verified and a GPU may take it as it lies; threads that verify write it.
-
-    ``filler``: who fills it. ``num_holders``: how many keep the entry. ``is_dropped``: the last of them frees its
-    memory.
-    """
+    """An entry of the cache: what memory has of a span."""
 
     key: _SpanKey
     reader: SegmentReader
     layout: _Layout
     memory: memoryview
     offset: int
-    missing_bytes: int
-    units: set[UnitKey] = field(default_factory=set)
+    missing_bytes: int  # of units that are not here
+    units: set[UnitKey] = field(default_factory=set)  # whose bytes are here
+    # By cell in storage order, once it is verified and a GPU may take it as it lies; threads that verify write it
     kept: list[Kept | None] = field(default_factory=list)
-    filler: Held | None = None
-    num_holders: int = 0
-    is_dropped: bool = False
+    filler: Held | None = None  # who fills it
+    num_holders: int = 0  # how many keep the entry
+    is_dropped: bool = False  # the last holder frees its memory
 
     @property
     def integers(self) -> np.ndarray:

@@ -103,19 +103,17 @@ class Filled:
 
 @dataclass(slots=True, eq=False)
 class _Staging:
-    """Pages that are brought for all who ask for them. ``asked``: by the engine's numbers, while it has not released
-    them. ``reasons``: why the fetch brings less. ``data_names``: the objects that are read. ``held``: what memory keeps
-    of the pages. ``ends``: frees whatever the pages take."""
+    """Pages that are brought for all who ask for them."""
 
     key: _Key
     num_pages: int
-    data_names: set[str]
+    data_names: set[str]  # the objects that are read
     is_coded: bool
-    held: Held
+    held: Held  # what memory keeps of the pages
     task: asyncio.Task[None]
-    reasons: list[str]
-    ends: ExitStack
-    asked: dict[int, _Asked]
+    reasons: list[str]  # why the fetch brings less
+    ends: ExitStack  # frees whatever the pages take
+    asked: dict[int, _Asked]  # by the engine's numbers, until it releases them
     state: Waiting | Filling | Filled
 
 

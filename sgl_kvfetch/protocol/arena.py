@@ -315,18 +315,15 @@ class StagedCode:
 
 @dataclass(frozen=True, slots=True)
 class StagedValues:
-    """The engine's view of what `messages.Staged` says. ``values``: as `region_views` returns them, of which the first
-    ``num_pages`` pages are restored and verified. ``memory``: all shared memory, uint8. ``code``: the cells of these
-    pages, if they are still coded; then there are no values. ``sides``: the side pages that these pages need at their
-    end, uint8 ``(bytes,)``. It stays readable when the data plane has ended."""
+    """The engine's view of `messages.Staged`. It stays readable when the data plane has ended."""
 
-    num_pages: int
+    num_pages: int  # restored and verified, or still coded
     num_found: int
-    memory: torch.Tensor
-    values: CellValues = NO_VALUES
-    code: StagedCode | None = None
+    memory: torch.Tensor  # all shared memory, uint8
+    values: CellValues = NO_VALUES  # of these pages, as `region_views` returns them; none if `code` has them
+    code: StagedCode | None = None  # these pages' cells, if they are still coded
     reason: str = ""
-    sides: Mapping[SideKey, torch.Tensor] = field(default_factory=dict)
+    sides: Mapping[SideKey, torch.Tensor] = field(default_factory=dict)  # side pages that they need, uint8 (bytes,)
 
     @classmethod
     def of(

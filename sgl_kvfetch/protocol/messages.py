@@ -105,43 +105,39 @@ class TakeProfile(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True):
-    """Serve from now on. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
-    ``sides``: the bytes of a page in each side pool. ``watch``: what to find a profile for, if one is to be found.
-    ``takes_code``: whether the engine restores staged cells itself, where `coded.gpu_restores`. ``gpu``: the number of
-    the engine's GPU, whose video engines decode for the data plane, if they can. ``pool``: where K and V lie in the
-    pool to which pages are fetched, ``(pages, page_size, layers, heads, dim)`` each; empty in device mode."""
+    """Serve from now on."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # the parsed `KVFetchConfig`
     namespace: Namespace
-    first_head: int
+    first_head: int  # of the rank
     end_head: int
     rank: int
     most_span_pages: int | None
-    sides: dict[str, int] = {}
+    sides: dict[str, int] = {}  # bytes per page of each side pool
     labels: Labels = Labels()
-    watch: Watch | None = None
-    takes_code: bool = False
-    gpu: int | None = None
+    watch: Watch | None = None  # what to find a profile for, if one is to be found
+    takes_code: bool = False  # whether the engine restores staged cells itself, where `coded.gpu_restores`
+    gpu: int | None = None  # the number of the engine's GPU, whose video engines decode for the data plane if they can
+    # Where K and V lie in the pool to which pages are fetched, (pages, page_size, layers, heads, dim) each; empty in
+    # device mode.
     pool: tuple[Place, ...] = ()
     version: int = VERSION
 
 
 class Stage(_Message, frozen=True):
-    """Restore the longest stored run of these pages into shared memory, where the engine takes it, unless that would
-    compute it sooner: `Staged` answers, in device mode. ``hashes``: 32 bytes per page.
-
-    ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
-    empty if it has not been measured. ``is_idle``: whether the engine has had nothing to compute since it last asked.
-    ``request_id``, ``traceparent``: as of `timeline.Request`. ``trailing``: side pools that the run needs, each with
-    the number of its last pages that must be there; 0 for all. These side pages are staged, too.
-    """
+    """Restore the longest stored run of these pages into shared memory, where the engine takes it, unless the engine
+    would compute it sooner: `Staged` answers, in device mode."""
 
     work: int
-    hashes: bytes
+    hashes: bytes  # 32 per page
+    # How much longer the engine would take without so many pages, for a few numbers of pages, ascending; empty if it
+    # has not been measured.
     saved_s: tuple[tuple[int, float], ...] = ()
-    request_id: str = ""
+    request_id: str = ""  # as of `timeline.Request`, as is `traceparent`
     traceparent: str = ""
-    is_idle: bool = False
+    is_idle: bool = False  # whether the engine has had nothing to compute since it last asked
+    # Side pools that the run needs, each with the number of its last pages that must be there, 0 for all. These pages
+    # are staged, too.
     trailing: dict[str, int] = {}
 
 
@@ -159,21 +155,17 @@ def is_for_its_end(trailing: Mapping[str, int]) -> bool:
 
 class FetchPages(_Message, frozen=True):
     """Restore these pages, as far as they are stored, to ``places`` in the engine's pool, as `Start` has described it:
-    `Fetched` answers. Before that, any of these places may be written to.
-
-    ``deadline_s``: in time.monotonic(). ``is_first``, ``is_last``: whether they are the first or the last ones that the
-    engine takes of a `LookUp`. ``is_divisible``: whether some of them are of use without the others: the fetch ends
-    when the engine would compute the rest sooner. ``is_idle``: as in `Stage`.
-    """
+    `Fetched` answers. Before that, any of these places may be written to."""
 
     work: int
     hashes: bytes
     places: tuple[int, ...]
-    deadline_s: float
-    is_first: bool = False
-    is_last: bool = False
+    deadline_s: float  # in time.monotonic()
+    is_first: bool = False  # whether the engine takes no pages of its `LookUp` before these
+    is_last: bool = False  # nor any after them
+    # Whether some of them are of use without the others: the fetch ends when the engine would compute the rest sooner.
     is_divisible: bool = True
-    is_idle: bool = False
+    is_idle: bool = False  # as in `Stage`
 
 
 class Unstage(_Message, frozen=True):
@@ -276,19 +268,14 @@ class Refused(_Message, frozen=True):
 
 
 class Found(_Message, frozen=True):
-    """The result of a `LookUp`: ``num_found`` pages are stored, and the first ``num_pages`` are read ahead.
-
-    ``reason``: the first `reasons.Reason` why pages are missing; "" if they are merely not stored. If side pools are
-    needed, ``lengths`` has all the runs that could be used, in pages, and ``stored`` how long the longest run would be
-    if each pool were the only one. The pool of KV is ``kv``.
-    """
+    """The result of a `LookUp`. The pool of KV is ``kv`` in ``stored``."""
 
     work: int
-    num_pages: int = 0
-    num_found: int = 0
-    reason: str = ""
-    lengths: tuple[int, ...] = ()
-    stored: dict[str, int] = {}
+    num_pages: int = 0  # the first of the stored pages, which are read ahead
+    num_found: int = 0  # stored pages
+    reason: str = ""  # the first `reasons.Reason` why pages are missing; "" if they are merely not stored
+    lengths: tuple[int, ...] = ()  # if side pools are needed, all the runs that could be used, in pages
+    stored: dict[str, int] = {}  # if side pools are needed: the longest run if that pool were the only one
 
 
 class Fetched(_Message, frozen=True):
@@ -308,21 +295,15 @@ class Near(_Message, frozen=True):
 
 
 class Staged(_Message, frozen=True):
-    """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are
-    restored and verified. ``reason``: as in `Found`.
-
-    In shared memory, until `Unstage`, a region for all pages that were found is at ``offset``: see
-    `staging.region_views`. If the pages are still coded, ``code`` says where their cells are. The side pages that they
-    need are where ``sides`` says.
-    """
+    """The result of a `Stage`. What is in shared memory lies there until `Unstage`."""
 
     work: int
-    num_pages: int = 0
-    num_found: int = 0
-    reason: str = ""
-    offset: int = 0
-    code: CodedCells | None = None
-    sides: SidePages | None = None
+    num_pages: int = 0  # the first of the stored pages, which are restored and verified
+    num_found: int = 0  # stored pages
+    reason: str = ""  # as in `Found`
+    offset: int = 0  # of a region for all stored pages: see `staging.region_views`
+    code: CodedCells | None = None  # where the pages' cells are, if they are still coded
+    sides: SidePages | None = None  # the side pages that they need
 
 
 class Taken(_Message, frozen=True):

@@ -80,24 +80,22 @@ class ToldAudits(msgspec.Struct, frozen=True):
 
 
 class FolderRow(msgspec.Struct, frozen=True):
-    """A folder of the store: what one rank has of a model. ``model`` and ``quantiser`` are names for people, the next
-    two identify them; ``cache`` has what else tells namespaces of a model apart. All are empty if no manifest could be
-    read. ``found_tokens``: of all lookups since this process started. ``audits``: of servers that read it since."""
+    """A folder of the store: what one rank has of a model. The names are empty if no manifest could be read."""
 
     folder: str
-    model: str
+    model: str  # for people, as is `quantiser`
     quantiser: str
     model_identity: str
     quantiser_identity: str
-    cache: str
+    cache: str  # what else distinguishes the model's namespaces
     num_segments: int
     num_tokens: int
     raw_bytes: int
     stored_bytes: int
     first_used_s: float
     last_used_s: float
-    found_tokens: int = 0
-    audits: tuple[ToldAudits, ...] = ()
+    found_tokens: int = 0  # by all lookups since this process started
+    audits: tuple[ToldAudits, ...] = ()  # of servers that read it since this process started
 
 
 class Summary(msgspec.Struct, frozen=True):

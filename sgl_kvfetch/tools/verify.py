@@ -177,20 +177,17 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
-    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_locked``
-    counts segments that there was no key to decrypt with, and ``locking_keys`` are the ids of those keys.
-    ``missing_package``: why nothing was decoded."""
+    """What a store's verification has found."""
 
     num_segments: int = 0
     num_chunks: int = 0
     read_bytes: int = 0
-    num_gone: int = 0
-    num_locked: int = 0
-    missing_package: str | None = None
+    num_gone: int = 0  # segments that were deleted or replaced during the run, which is no problem
+    num_locked: int = 0  # segments whose key was not given
+    missing_package: str | None = None  # why nothing was decoded
     problems: list[Problem] = field(default_factory=list)
-    locking_keys: list[str] = field(default_factory=list)
-    orphans: list[ObjectInfo] = field(default_factory=list)
+    locking_keys: list[str] = field(default_factory=list)  # the ids of keys that were not given
+    orphans: list[ObjectInfo] = field(default_factory=list)  # data that no manifest names: being written, or left over
     profiles: dict[str, str] = field(default_factory=dict)  # what is wrong with a profile, by its name
 
 

@@ -384,18 +384,16 @@ def when(at_s: float) -> str:
 
 @dataclass
 class Diagnosis:
-    """Looks for one prompt in a store. ``segments``: all of the store's. ``summaries``: its namespaces. ``hashes_at``:
-    the prompt's. ``unsalted_at``: the same without cache_salt; None if there is none. ``coarseness``: as in
-    `Tolerance`. ``rank_heads``: those of the server's rank; None if there is no server."""
+    """Looks for one prompt in a store."""
 
     store: AdminStore
-    segments: Sequence[StoredSegment]
-    summaries: Sequence[NamespaceSummary]
-    hashes_at: HashesAt
-    unsalted_at: HashesAt | None = None
+    segments: Sequence[StoredSegment]  # all of the store
+    summaries: Sequence[NamespaceSummary]  # one per namespace
+    hashes_at: HashesAt  # of the prompt
+    unsalted_at: HashesAt | None = None  # the same without cache_salt; None if there is none
     keys: StoreKeys = NO_KEYS
-    coarseness: int = 0
-    rank_heads: range | None = None
+    coarseness: int = 0  # as in `Tolerance`
+    rank_heads: range | None = None  # of the server's rank; None if there is no server
 
     @property
     def only_page_size(self) -> int:

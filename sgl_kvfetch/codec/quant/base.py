@@ -74,19 +74,13 @@ class CellPlace:
 
 @dataclass(frozen=True, slots=True)
 class TransformInverse:
-    """Inverts `klt`: integers are coefficients, in units of the token's scale.
+    """Inverts `klt`: integers are coefficients. Channels are ordered by tensor (K, then V), layer, head and dim."""
 
-    ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by tensor (K, then V),
-    layer, head and dim. ``mean``: float32 ``(channels,)``. ``rotations``: of the model's layers, applied to K last;
-    None if K is not rotated. ``turns``: which of them each of the cell's layers has. ``step``: of a coefficient, in
-    units of the token's scale.
-    """
-
-    matrix: torch.Tensor
-    mean: torch.Tensor
-    rotations: Rotations | None
-    turns: tuple[int, ...]
-    step: float
+    matrix: torch.Tensor  # bfloat16 (coefficients, channels)
+    mean: torch.Tensor  # float32 (channels,)
+    rotations: Rotations | None  # of the model's layers, applied to K last; None if K is not rotated
+    turns: tuple[int, ...]  # for each layer of the cell, the number of its rotation
+    step: float  # of a coefficient, in units of the token's scale
 
     def to(self, device: torch.device) -> TransformInverse:
         return replace(self, matrix=self.matrix.to(device), mean=self.mean.to(device))

@@ -169,26 +169,20 @@ def _require_kinds(kinds: Sequence[MeasuredKind], curve: Sequence[MeasuredStep])
 
 @dataclass(frozen=True)
 class CellProfile:
-    """One cell's transform for a step of 1. C channels are ordered by tensor (K, then V), layer, head and dim.
+    """One cell's transform for a step of 1. C channels are ordered by tensor (K, then V), layer, head and dim."""
 
-    ``inverse``: bfloat16 ``(C, C)``; row c is what coefficient c adds to the channels. Rows are in descending order of
-    ``reach``.
-    ``k_weight``, ``v_weight``: float32 ``(layers, heads * dim, heads * dim)``, the blocks of a block-diagonal W with
-    ``forward = W @ inverse.T``: see `calibrate.fit`.
-    ``mean``: float32 ``(C,)``, of K before its rotation and of V.
-    ``spread``: float32 ``(C,)``, the coefficients' standard deviations.
-    ``reach``: float32 ``(2, C)``: the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
-    calibration's tokens, and its largest magnitude.
-    ``sensitivity``: float32, the weights of a token's features and a constant, which predict the logarithm of the cost
-    of its errors: see `quant.klt`.
-    """
-
-    inverse: torch.Tensor
+    inverse: torch.Tensor  # bfloat16 (C, C): row c is what coefficient c adds to the channels; by descending reach
+    # float32 (layers, heads * dim, heads * dim): the blocks of a block-diagonal W with forward = W @ inverse.T, see
+    # `calibrate.fit`
     k_weight: torch.Tensor
     v_weight: torch.Tensor
-    mean: torch.Tensor
-    spread: torch.Tensor
+    mean: torch.Tensor  # float32 (C,), of K before its rotation and of V
+    spread: torch.Tensor  # float32 (C,), the coefficients' standard deviations
+    # float32 (2, C): the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
+    # calibration's tokens, and its largest magnitude
     reach: torch.Tensor
+    # float32: weights of a token's features and a constant, which predict the logarithm of the cost of its errors: see
+    # `quant.klt`
     sensitivity: torch.Tensor
 
     @property
@@ -198,23 +192,18 @@ class CellProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's calibrated transforms.
+    """A model's calibrated transforms."""
 
-    ``grid``: of the layers that ``layers`` says are coded. ``cells``: by layer group and head block. ``num_sinks``:
-    tokens at the start of a sequence that are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``:
-    the KL divergence when all tokens but the sinks are forgotten. ``kinds``: of text, each with what the steps cost in
-    it; the curve's ``kl`` is the largest of those that count. Profiles that no text was measured for have none."""
-
-    grid: CellGrid
+    grid: CellGrid  # of the layers that are coded, as `layers` has them
     k_head_dim: int
     v_head_dim: int
-    cells: Mapping[tuple[int, int], CellProfile]
+    cells: Mapping[tuple[int, int], CellProfile]  # by layer group and head block
     layers: LayerMap
-    num_sinks: int
-    curve: tuple[MeasuredStep, ...]
-    context_kl: float
+    num_sinks: int  # tokens at the start of a sequence that are kept exact
+    curve: tuple[MeasuredStep, ...]  # ascending in `step` and in `kl`, the largest of the kinds that count
+    context_kl: float  # the KL divergence when all tokens but the sinks are forgotten
     calibration: Calibration
-    kinds: tuple[MeasuredKind, ...] = ()
+    kinds: tuple[MeasuredKind, ...] = ()  # of text, with what each step costs; () if no kind was measured
 
     def head_dim(self, tensor: TensorName) -> int:
         return self.k_head_dim if tensor == "k" else self.v_head_dim

@@ -342,16 +342,14 @@ class _Lane:
 
 @dataclass(eq=False)
 class _Running:
-    """A batch's loads, with slots as `CudaPages.open_load` returns them, until SGLang has finished them. ``after``:
-    what the pool's slots are written after. ``loads`` and ``coded`` keep memory that the device uses until ``done``.
-    ``launching`` is done when all was launched that will be; ``is_complete``: whether it was all."""
+    """A batch's loads, with slots as `CudaPages.open_load` returns them, until SGLang has finished them."""
 
-    loads: list[Load]
-    after: list[Fence]
-    launching: Future[None] | None = None
+    loads: list[Load]  # keeps memory that the device uses until `done`
+    after: list[Fence]  # the pool's slots are written after these
+    launching: Future[None] | None = None  # done when everything that will be launched was launched
     done: Event | None = None
-    coded: dict[Load, CodedLoad] = field(default_factory=dict)
-    is_complete: bool = False
+    coded: dict[Load, CodedLoad] = field(default_factory=dict)  # keeps memory, as `loads` does
+    is_complete: bool = False  # whether all loads were launched
 
 
 class GpuLoader(Loader):

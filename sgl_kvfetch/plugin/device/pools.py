@@ -208,19 +208,13 @@ def _is_plain_mla(pool: Any) -> bool:
 
 @dataclass(frozen=True)
 class EnginePools:
-    """What SGLang keeps for a model on the device.
+    """What SGLang keeps for a model on the device."""
 
-    ``kv``: the pool of K and V. ``layers``: for each of the model's layers, where it is in that pool; None if it is not
-    there. SGLang waits for loads by the model's layers. ``side_buffers``: the side pools, by name. ``window``: the
-    tokens of a window that SGLang keeps. ``following``: the side pools whose pages have the slots of those of K and V;
-    each page of K and V needs its own.
-    """
-
-    kv: Any
-    layers: Sequence[int | None]
-    side_buffers: Mapping[str, SideBuffers] = field(default_factory=dict)
-    window: int = 0
-    following: Sequence[str] = ()
+    kv: Any  # the pool of K and V
+    layers: Sequence[int | None]  # for each of the model's layers, its place in that pool; None if it has none
+    side_buffers: Mapping[str, SideBuffers] = field(default_factory=dict)  # the side pools, by name
+    window: int = 0  # tokens of a window that SGLang keeps
+    following: Sequence[str] = ()  # side pools with the slots of K and V; each page of K and V needs its page there
 
     @cached_property
     def sides(self) -> SidePools:

@@ -179,19 +179,16 @@ _NO_INDICES = torch.empty(0, dtype=torch.long)
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch:
-    """The prefetch that SGLang makes now, in fetches of some pages. ``hashes``: of the pages that it looked up.
-    ``first_hash``, ``last_hash``: of the first and the last page that it fetches. ``is_divisible``: whether some of its
-    pages are of use without the others. ``end_s``: when its fetches must end. ``is_stopping``: whether SGLang waits for
-    its threads to end. ``given_up`` returns why SGLang gave it up, or an empty string."""
+    """The prefetch that SGLang makes now, in fetches of some pages."""
 
     request_id: str = ""
-    hashes: Sequence[str] = ()
-    first_hash: str = ""
-    last_hash: str = ""
-    is_divisible: bool = True
-    end_s: float = float("inf")
-    is_stopping: Callable[[], bool] = lambda: False
-    given_up: Callable[[], str] = lambda: ""
+    hashes: Sequence[str] = ()  # of the pages that it looked up
+    first_hash: str = ""  # of the first page that it fetches
+    last_hash: str = ""  # of the last page that it fetches
+    is_divisible: bool = True  # whether some of its pages are of use without the others
+    end_s: float = float("inf")  # when its fetches must end
+    is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
+    given_up: Callable[[], str] = lambda: ""  # why SGLang gave it up; "" if it did not
 
     def why_given_up(self) -> str:
         return "cancelled" if self.is_stopping() else self.given_up()
