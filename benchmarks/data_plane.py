@@ -3,10 +3,10 @@
     python -m benchmarks.data_plane --tokens 8192
 
 A data plane in its own process stages prompts of a model like Llama-3.1-8B, over loopback, from a store in another
-process. Cells stay coded (`klt` in `ans`, by a profile that nobody calibrated, about 1.4 bits a value). Then it stages
-them again, from `memory_cache`. Each round also receives the same bytes with `http.client`, in one thread, into memory
-that is used again: that is what sockets alone take. With many rounds of a short prompt it shows whether the data plane
-grows: `--tokens 64 --rounds 20000`.
+process. Cells stay coded (`klt` in `ans`, by a profile that nobody calibrated, about 1.4 bits per value). Then it
+stages them again, from `memory_cache`. Each round also receives the same bytes with `http.client`, in one thread, into
+memory that is used again: that is what sockets alone take. With many rounds of a short prompt it shows whether the
+data plane grows: `--tokens 64 --rounds 20000`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    profile = flat_profile(0.5)  # about 1.4 bits a value
+    profile = flat_profile(0.5)  # about 1.4 bits per value
     profile.save(folder / "profile")
     quantiser = KltQuantiser(profile)
     grid = profile.grid

@@ -47,7 +47,7 @@ def main() -> None:
     exact = predictions(k, v)
     low, high = profile.curve[0].kl, profile.curve[-1].kl
     exact_bits = compress(k, v).bits_per_value
-    print(f"{len(k)} tokens, {k.shape[1]} layers of {k.shape[2]} heads; exact takes {exact_bits:.2f} bits a value")
+    print(f"{len(k)} tokens, {k.shape[1]} layers of {k.shape[2]} heads; exact takes {exact_bits:.2f} bits per value")
     print(f"{'target':>9} {'measured':>9} {'bits':>6} {'of bf16':>8}")
     rows = []
     for target in (kl for kl in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1) if low <= kl <= high):
@@ -76,7 +76,9 @@ def draw(rows: list[tuple[float, float, float]], path: Path) -> None:
     axes.plot(bits, targets, "o--", color="tab:gray", label="as calibration promises")
     axes.plot(bits, found, "o-", color="tab:blue", label="measured on this text")
     axes.set(
-        yscale="log", xlabel="bits a value, all bytes counted (bfloat16 has 16)", ylabel="KL divergence, nats a token"
+        yscale="log",
+        xlabel="bits per value, all bytes counted (bfloat16 has 16)",
+        ylabel="KL divergence, nats per token",
     )
     axes.grid(alpha=0.3)
     axes.legend()

@@ -41,7 +41,7 @@ READ_CELLS = Counter(
 )
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, lookup (manifests), write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
-CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
+CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Chunks that failed a checksum or did not decode")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
 INDEX_FAILURES = Counter("sgl_kvfetch_index_failures", "Calls of the page index that failed", ["reason"])
 MEMORY_CACHE_READ_BYTES = Counter(
@@ -49,7 +49,7 @@ MEMORY_CACHE_READ_BYTES = Counter(
 )
 DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes replaced because they died or hung")
 AUDITS = Counter(
-    "sgl_kvfetch_audits", "Comparisons of stored pages with what the engine computed, by result", ["result"]
+    "sgl_kvfetch_audits", "Comparisons of stored pages with what the engine computes, by result", ["result"]
 )
 # sound, beyond (what is expected), failed (it could not be read)
 AUDIT_TYPICAL = Histogram(
@@ -77,7 +77,7 @@ STAGE_SECONDS = Histogram(
 )
 DIVERGED_PAGES = Counter(
     "sgl_kvfetch_diverged_pages",
-    "Pages not found behind a beginning that is stored, where the stored prompt goes on with other tokens",
+    "Pages not found after a stored prefix, where the stored prompt continues with other tokens",
 )
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended),
@@ -111,7 +111,7 @@ LEFT_TO_CPU = Gauge(
 DECISIONS = Counter("sgl_kvfetch_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"])
 # fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow),
 # unmeasured (another prefix measures the link).
-RECOMPUTED_TOKENS = Counter("sgl_kvfetch_recomputed_tokens", "Stored tokens that were computed because that was sooner")
+RECOMPUTED_TOKENS = Counter("sgl_kvfetch_recomputed_tokens", "Stored tokens recomputed because that was faster")
 
 # Device mode
 DEVICE_REQUESTS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by outcome", ["end"])

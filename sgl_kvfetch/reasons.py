@@ -111,7 +111,7 @@ ADVICE: dict[Reason, str] = {
     Reason.POLICY: "leave out --hicache-storage-prefetch-policy and prefetch_timeout_*",
     Reason.CANCELLED: "nothing: the request was aborted, or the cache flushed",
     Reason.DATA_PLANE: "look for the out-of-memory killer, and leave the data plane some cores",
-    Reason.AUDIT: "nothing: one hit in a hundred is compared with computing (audit_share)",
+    Reason.AUDIT: "nothing: one hit in a hundred is recomputed and compared (audit_share)",
     Reason.AUDITED: "docs/operations.md#audits: calibrate with prompts like yours, or a new model_id after new weights",
     Reason.FAILED: "the error is in SGLang's log; for want of memory, a smaller --mem-fraction-static",
     Reason.INTERNAL: "a bug: report the traceback in SGLang's log",

@@ -120,7 +120,7 @@ class _Reference:
         self._negative_entropy = self._mean(exact)
 
     def kl(self, others: torch.Tensor) -> float:
-        """Return the divergence of others from these, in nats a token."""
+        """Return the divergence of others from these, in nats per token."""
         return self._negative_entropy - self._mean(others)
 
     def _mean(self, log_probabilities: torch.Tensor) -> float:

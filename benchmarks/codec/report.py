@@ -17,7 +17,7 @@ from benchmarks.machine import machine, versions
 from benchmarks.report import COLOURS, figure, make_table
 from benchmarks.stats import Estimate
 
-_COLUMNS = ("method", "bits a value", "ratio", "KL (nats)", "change of NLL", "same top token", "encode MB/s")
+_COLUMNS = ("method", "bits per value", "ratio", "KL (nats)", "change of NLL", "same top token", "encode MB/s")
 _TITLE = "All bytes counted; ± is a 95% confidence interval over the windows"
 _LOSSLESS_KL = 1e-9
 _SAMPLED = ("bits_per_value", "kl", "dnll", "top1")
@@ -28,8 +28,8 @@ def print_report(measured: Measured, console: Console) -> None:
     for name, reason in measured.left_out.items():
         console.print(f"{name} is left out: {reason}", style="yellow", markup=False)
     console.print(
-        f"NLL after exact KV: {measured.nll.mean:.4f} nats a token. Speeds are those of this project's implementations "
-        "on a CPU; the authors' run on GPUs."
+        f"NLL after exact KV: {measured.nll.mean:.4f} nats per token. Speeds are those of this project's "
+        "implementations on a CPU; the authors' run on GPUs."
     )
 
 
@@ -112,7 +112,7 @@ def plot_rates(path: Path, rows: Sequence[Row], subtitle: str) -> None:
         for row in rows:
             if row.kl.mean <= _LOSSLESS_KL:
                 axes.axvline(row.bits_per_value.mean, color="#444444", ls=":", label=f"{row.name}, no loss")
-        axes.set(yscale="log", xlabel="bits a value, everything counted", ylabel="KL to exact KV (nats a token)")
+        axes.set(yscale="log", xlabel="bits per value, everything counted", ylabel="KL to exact KV (nats per token)")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with no_traceback():
         rows = list(measure(args))
-    columns = ("target KL", "codec", "bits a value", "decode", "encode", "decode and restore", "quantise and encode")
+    columns = ("target KL", "codec", "bits per value", "decode", "encode", "decode and restore", "quantise and encode")
     Console().print(make_table("MB/s of raw KV, one thread", columns, map(_cells, rows)))
     if args.json:
         report = {"benchmark": "codec.speed", "config": settings(args), "machine": machine(), "versions": versions()}

@@ -24,7 +24,7 @@ from sgl_kvfetch.errors import CorruptError
 
 _SECONDS = 0.3  # per measurement
 _LAST_S = 20.0  # with less time left, nothing is encoded and measured any more
-# The clips to measure, in this order: bits of noise by size, as in `make_frames`. They take 0.1 to 7 bits a value.
+# The clips to measure, in this order: bits of noise by size, as in `make_frames`. They take 0.1 to 7 bits per value.
 _CLIPS: dict[str, Sequence[int]] = {"240p": range(7), "1080p": (1, 3, 6), "480p": (3,), "640p": (3,)}
 _LOW_CLIPS: dict[str, Sequence[int]] = {"240p": (3,), "1080p": (3,)}
 

@@ -45,7 +45,7 @@ _START_S, _REQUEST_S, _WRITE_S = 100.0, 60.0, 40.0
 _NEW_TOKENS = 16
 _CONFIG: dict[str, Any] = {"fetch_timeout_s": 60.0}
 _HOST_TIER_GB = 16
-_STEP = 1.5  # about 1.5 bits a value, of values with a standard deviation of 1
+_STEP = 1.5  # about 1.5 bits per value, of values with a standard deviation of 1
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _SPAN_TOKENS = 1024  # at most, of a chunk
 @dataclass(frozen=True, slots=True)
 class Compressed:
     """A prompt's K and V as bytes. ``num_values``: of K and V together. ``kl``: what restoring them costs the next
-    tokens' predictions, in nats a token, as calibration measured it at this step on its own text; 0 for ``exact``."""
+    tokens' predictions, in nats per token, as calibration measured it at this step on its own text; 0 for ``exact``."""
 
     data: bytes
     num_values: int
@@ -49,7 +49,7 @@ def compress(
     """Compress K and V of a prompt from its first token on, each ``(tokens, layers, heads, dim)``, as attention sees
     them: K is rotated.
 
-    With a ``profile`` of the model, by ``klt`` with an expected divergence of ``target_kl`` nats a token (the
+    With a ``profile`` of the model, by ``klt`` with an expected divergence of ``target_kl`` nats per token (the
     profile's default without); without one, by ``exact``, which loses nothing. Raises ConfigError for tensors that do
     not belong together or to the profile, and for a target outside of what the profile has measured.
     """

@@ -361,7 +361,7 @@ class Catalog:
             if code == sqlite3.SQLITE_IOERR:
                 self.try_to_write()
             busy = code == sqlite3.SQLITE_BUSY
-            hint = "" if busy else "; on a network file system, run `kvfetch serve` beside the disk instead"
+            hint = "" if busy else "; on a network file system, run `kvfetch serve` on the disk's machine instead"
             raise StoreError("io", f"the catalog cannot be used: {e}{hint}", retriable=busy) from e
 
     def try_to_write(self) -> None:

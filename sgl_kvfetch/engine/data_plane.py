@@ -69,7 +69,7 @@ class Fetch:
         try:
             self.over.result(_END_S)
         except TimeoutError:
-            logger.warning("kvfetch: the data plane does not end a fetch, and is ended itself")
+            logger.warning("kvfetch: the data plane does not stop a fetch, so it is killed")
             self.over.peer.running.kill()
             self.over.result()
 
@@ -146,7 +146,7 @@ class DataPlane:
             peer = self._peer
         peer.channel.send(m.Close())
         if not peer.running.join(CLOSE_S):
-            logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
+            logger.warning("kvfetch: the data plane did not exit within %g s", CLOSE_S)
             peer.running.kill()
         self._thread.join(CLOSE_S)
 

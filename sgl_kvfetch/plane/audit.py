@@ -462,7 +462,7 @@ class Auditor:
         if found.num_recent == RECENT_AUDITS:
             metrics.AUDIT_DRIFT.set(found.typical)
         if found.drifts:
-            _limited.warning("drift", f"kvfetch: audits: {found.says}, beyond {DRIFTS:g}; {found.advice}")
+            _limited.warning("drift", f"kvfetch: audits: {found.says}, above {DRIFTS:g}; {found.advice}")
 
     def _judge(self, audited: Compared, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> str:
         """Take in what was found of pages of a segment. Return the result, for the metrics."""

@@ -125,7 +125,7 @@ class Decision:
         metrics.DECISIONS.labels("fetch" if self.is_fetched else "recompute", self.basis).inc()
         if not self.is_fetched:
             metrics.RECOMPUTED_TOKENS.inc(num_tokens)
-            message = f"kvfetch: {num_tokens} stored tokens are computed, which is sooner ({self.basis})"
+            message = f"kvfetch: {num_tokens} stored tokens are recomputed, which is faster ({self.basis})"
             _limited.log(logging.INFO, self.basis, message)
 
 

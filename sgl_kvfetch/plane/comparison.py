@@ -89,7 +89,7 @@ def compare(
                     ratio = max(of_tensor[0].median().item(), of_tensor[0].max().item() / _OF_A_TOKEN)
                     add(f"{tensor.upper()} of the first layer", ratio)
     for tensor, share in _lost_shares(computed, restored).items():
-        add(f"{tensor.upper()}, beside how it varies", share / _MOST_LOST[tensor])
+        add(f"{tensor.upper()}, relative to how it varies", share / _MOST_LOST[tensor])
     each = torch.cat([x.flatten(0, 1) for x in found])
     typical = each.mean(0).median().item()
     quarter = each.kthvalue(-(-len(each) // 4), 0).values.median().item()

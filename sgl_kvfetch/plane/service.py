@@ -143,7 +143,7 @@ class Service:
             self._tasks.begin(self._tell_store(audits))
         if self._is_off and not was_off:
             logger.error(
-                "kvfetch: audits have failed, so nothing is read or written, and all is computed: %s. If weights have "
+                "kvfetch: audits have failed, so nothing is read or written, all is recomputed: %s. If weights have "
                 "changed, attach with a new model_id. Else kvfetch calibrate --publish with prompts like yours, or "
                 "quantiser exact. It is tried again after %s; to try again now, delete %s and attach again. See "
                 "docs/operations.md#audits",
@@ -152,7 +152,7 @@ class Service:
                 self._record,
             )
         elif was_off and not self._is_off:
-            logger.warning("kvfetch: audits are sound again: the store is read and written as before")
+            logger.warning("kvfetch: audits pass again: the store is read and written as before")
         metrics.AUDITED_OFF.set(self._is_off)  # last: whoever sees it finds the line in the log
 
     async def _tell_store(self, audits: Audits) -> None:

@@ -176,7 +176,7 @@ class KVFetchConfig(_Keys):
     )
 
     recompute: Literal["auto", "never"] = Field(
-        "auto", description="whether a stored prefix is computed when that is measured to be faster than fetching it"
+        "auto", description="whether a stored prefix is recomputed when that is measured to be faster than fetching it"
     )
     lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="timeout of a lookup, which then is a miss")
     fetch_timeout_s: float = Field(
@@ -267,7 +267,7 @@ class KVFetchConfig(_Keys):
         if self.levels is not None and (name, self.codec) != ("klt", "ans"):
             raise ValueError(
                 "levels needs quantiser = 'klt' with codec = 'ans': a level holds digits of coefficients, which only "
-                "ans codes. `kvfetch encode` adds video beside the levels"
+                "ans codes. `kvfetch encode` adds video alongside the levels"
             )
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):

@@ -57,7 +57,7 @@ def require_profile(needs: ProfileNeeds, path: str, profile: Profile) -> None:
     target. ``path``: for messages."""
     geometry, end_layer = needs.geometry, needs.first_layer + len(needs.layers)
     expected = {
-        "KV heads a rank": (max(1, profile.grid.num_heads // needs.tp_size), geometry.num_heads),
+        "KV heads per rank": (max(1, profile.grid.num_heads // needs.tp_size), geometry.num_heads),
         **{f"values a head of {t.upper()}": (profile.head_dim(t), geometry.head_dim(t)) for t in TENSORS},
     }
     for what, (found, wanted) in expected.items():

@@ -1,4 +1,4 @@
-"""``kvfetch serve``: a directory behind HTTP, with tokens, TLS, limits, metrics, and a page for browsers.
+"""``kvfetch serve``: a directory behind HTTP, with tokens, TLS, limits, metrics, and a web UI.
 
 `running_server` starts one in this process; ``run`` is what the command does. docs/openapi.yaml describes the
 interface, and ``stores.wire`` has what client and server share.

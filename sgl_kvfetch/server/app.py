@@ -237,7 +237,7 @@ async def _own_page(request: web.Request, handler: Handler) -> web.StreamRespons
     """
     site = request.headers.get("Sec-Fetch-Site", "none")
     if site not in ("none", "same-origin") and request.path not in PUBLIC_PATHS:
-        raise web.HTTPForbidden(text=f"a store without tokens answers its own page alone; this came from {site[:20]!r}")
+        raise web.HTTPForbidden(text=f"a store without tokens answers only its web UI; this came from {site[:20]!r}")
     return await handler(request)
 
 

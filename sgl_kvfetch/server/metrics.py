@@ -86,7 +86,7 @@ class ServerMetrics:
             registry=self.registry,
         )
         self.failures = counter("failures", "Answers with a status of 500 or more, and answers cut short", ("cause",))
-        self._in_flight = gauge("requests_in_flight", "Requests being answered, but for this page's and of metrics")
+        self._in_flight = gauge("requests_in_flight", "Requests being answered, but for the web UI and metrics")
         self.received_bytes = counter("received_bytes", "Bytes of request bodies")
         self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
         self.lookup_pages = counter("lookup_pages", "Pages looked up, by result", ("result",))
@@ -103,7 +103,7 @@ class ServerMetrics:
         self._evicted = counter("evicted_segments", "Segments evicted to make room")
         self._num_evicted = 0
         self._upstream_bytes = counter(
-            "upstream_bytes", "Bytes of data read from the upstream: for readers, or behind them", ("for",)
+            "upstream_bytes", "Bytes of data read from the upstream: for readers, or to keep segments", ("for",)
         )
         self._upstream_failures = counter(
             "upstream_failures", "Failures of the upstream, and of what keeps its segments", ("operation",)

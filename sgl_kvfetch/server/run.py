@@ -149,7 +149,7 @@ async def serve_until_signal(config: ServerConfig) -> None:
         loop.add_signal_handler(number, handler)
     try:
         async with _serving(config, app, tls) as server:
-            logger.info("serving %s, and a page for browsers, on %s", config.root.absolute(), server.url)
+            logger.info("serving %s, and its web UI, on %s", config.root.absolute(), server.url)
             _say_how(config)
             await stop.wait()
             logger.info("stopping; requests in flight get %g s", config.grace_s)

@@ -456,7 +456,7 @@ class HttpStore(RemoteStore):
             if not answer.more:
                 return count
             idle_turns = 0 if answer.deleted else idle_turns + 1
-        raise StoreError("protocol", f"{what}: the store deletes nothing, but says that there is more")
+        raise StoreError("protocol", f"{what}: the store deletes nothing, but reports more objects")
 
     async def report_damage(self, manifest_name: str) -> bool:
         """Return False, too, if the server is busy checking others."""

@@ -251,7 +251,7 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
         raise CorruptError(f"a stored profile starts with {_MAGIC!r}, this one with {data[:4]!r}")
     end = _HEAD.size + _HEAD.unpack_from(data)[1]
     if end > min(MAX_HEAD_BYTES, len(data)):
-        raise CorruptError(f"its header ends at byte {end}, behind the first {min(len(data), MAX_HEAD_BYTES)}")
+        raise CorruptError(f"its header ends at byte {end}, after the first {min(len(data), MAX_HEAD_BYTES)}")
     try:
         version = msgspec.json.decode(data[_HEAD.size : end], type=_Version).version
         if version != VERSION:
@@ -263,7 +263,7 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
         raise CorruptError(f"its header belongs to {header.weights}/{header.digest}")
     num_bytes = header.num_bytes + (0 if header.encryption is None else TAG_BYTES)
     if (found := size_bytes - end) != num_bytes:
-        raise CorruptError(f"it has {found} bytes behind its header, expected {num_bytes}")
+        raise CorruptError(f"it has {found} bytes after its header, expected {num_bytes}")
     return ProfileHead(header, end)
 
 
@@ -289,7 +289,7 @@ def seal_profile(path: Path, keys: StoreKeys) -> tuple[str, bytes]:
     profile = load_profile(path)
     if profile.default_bits >= EXACT_BITS:
         raise ConfigError(
-            f"profile {path} takes {profile.default_bits:.1f} bits a value at its default, expected fewer than "
+            f"profile {path} takes {profile.default_bits:.1f} bits per value at its default, expected fewer than "
             f"{EXACT_BITS:g}, which 'exact' takes; {profile.few_tokens or 'serve this model with exact'}"
         )
     try:

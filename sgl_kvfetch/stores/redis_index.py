@@ -220,8 +220,8 @@ class PageIndex:
                 for_s = f"{-held / 1000:.0f} s more" if isinstance(held, int) else "some time"
                 raise StoreError(
                     "skipped",
-                    f"index {self.options.label}: another sweeper is at work, or was killed: it has the lock for "
-                    f"{for_s}, and longer if it lives",
+                    f"index {self.options.label}: another gc run holds the lock, or was killed: it has the lock for "
+                    f"{for_s}, and longer if it still runs",
                     retriable=True,
                 )
 
@@ -272,7 +272,7 @@ class PageIndex:
         found: list[object] = [None] * len(keys)
         for part, values in await self._run(what, script, keys):
             if not isinstance(values, list) or len(values) != len(part):
-                raise StoreError("protocol", f"index {self.options.label}: the answer is not one value a key")
+                raise StoreError("protocol", f"index {self.options.label}: the answer is not one value per key")
             for i, value in zip(part, values, strict=True):
                 found[i] = value
         return found

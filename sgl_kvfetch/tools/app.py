@@ -31,13 +31,13 @@ EXIT_INTERRUPTED = 130
 # Each text is also the first line of the command's own help.
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
-    "estimate": "Estimate whether fetching beats computing, and how large a store would be.",
-    "bench": "Measure the time to first token on a running server: of prompts that it computes, and of the same ones "
+    "estimate": "Estimate whether fetching is faster than prefill, and how large a store would be.",
+    "bench": "Measure the time to first token on a running server: of prompts that it prefills, and of the same ones "
     "fetched.",
-    "compare": "Ask a running server twice for the same answers, from its caches and computed, and compare the "
+    "compare": "Ask a running server twice for the same answers, from its caches and recomputed, and compare the "
     "probabilities.",
     "inspect": "Show what is stored, by namespace or by segment, and how it compares with raw KV.",
-    "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",
+    "why": "Explain why a prompt, or a request, was not served from a store, and what to do about it.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
     "reindex": "Rebuild the page index of an S3 store.",
@@ -46,7 +46,7 @@ COMMANDS = {
     "pin": "Evict prompts' segments last, list such pins, or remove them.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "List, show, read, publish or withdraw the profiles of a store.",
-    "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
+    "doctor": 'Check a store and what this machine can do, and show how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
     "pin": "prompts",

@@ -95,7 +95,7 @@ def bench(
     ] = None,
     as_json: Annotated[bool, json_flag(BenchResult)] = False,
 ) -> None:
-    """Measure the time to first token on a running server: of prompts that it computes, and of the same ones fetched.
+    """Measure the time to first token on a running server: of prompts that it prefills, and of the same ones fetched.
 
     Each prompt is sent with a cache_salt of its own, which nobody used before. So the server computes it, and writes it
     to the store. Then the caches in the server's memory are emptied, and each prompt is sent again, with the same salt.
@@ -294,7 +294,7 @@ class _Metrics:
 
 def _report(result: BenchResult) -> Iterator[Table | str]:
     """Yield what a benchmark found: a table, and what its figures mean."""
-    columns = ("prompts", "tokens", "computed, p50", "fetched, p50", "sooner")
+    columns = ("prompts", "tokens", "prefill, p50", "fetched, p50", "speedup")
     table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes"))
     table.title = f"Time to first token in s: {result.model}"
     not_fetched = Counter[str]()

@@ -89,10 +89,10 @@ def lines_of(places: Sequence[BrokenPrefix], num_requests: int) -> Iterator[str]
     """Yield what was found, for people."""
     for number, each in enumerate(places, 1):
         where = f"{each.looks_like}, after {each.position:,} equal tokens"
-        yield f"{number}. {where}: {each.lost_tokens:,} tokens computed again in {each.num_requests:,} requests"
+        yield f"{number}. {where}: {each.lost_tokens:,} tokens recomputed in {each.num_requests:,} requests"
         for name in ("behind", "was", "became"):
             yield f"     {name:7}{msgspec.json.encode(getattr(each, name)).decode()}"
-    yield f"{num_requests:,} requests; {'move what changes behind what stays' if places else 'no prefix is broken'}"
+    yield f"{num_requests:,} requests; {'move what changes after what stays' if places else 'no prefix is broken'}"
 
 
 class _Change(NamedTuple):

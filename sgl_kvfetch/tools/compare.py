@@ -82,7 +82,7 @@ def compare(
     lengths: Annotated[str, option("TOKENS,...", "Without --file: lengths of prompts of our own.")] = "512,2048",
     prompts: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
     most_kl: Annotated[
-        float, option("NATS", "How much answers from caches may diverge beyond what computing twice does.", min=0)
+        float, option("NATS", "How much more answers from caches may diverge than two computed ones do.", min=0)
     ] = 0.03,
     flush: Annotated[
         bool,
@@ -95,7 +95,7 @@ def compare(
     ] = False,
     as_json: Annotated[bool, json_flag(Comparison)] = False,
 ) -> None:
-    """Ask a running server twice for the same answers, from its caches and computed, and compare the probabilities.
+    """Ask a running server twice for the same answers, from its caches and recomputed, and compare the probabilities.
 
     Checksums cannot see that a cache is wrong: of another model, another adapter, shifted by a position, or coded too
     coarsely. So each prompt is sent as it is, and the server takes from its caches what it has. Then it is sent twice
@@ -266,7 +266,7 @@ def _report(result: Comparison) -> Iterator[Table | str]:
     """Yield what a comparison found: a table, and what its figures mean."""
     columns = ("prompts", "tokens", "cached", "KL", "worst", "computed twice", "first token", "answer")
     table = make_table(("", "from", "found"), columns)
-    table.title = f"Answers from caches beside computed ones: {result.model}"
+    table.title = f"Answers from caches compared with computed ones: {result.model}"
     for group in result.groups:
         table.add_row(
             group.name,
@@ -282,7 +282,7 @@ def _report(result: Comparison) -> Iterator[Table | str]:
             f"{group.same_answers / group.num_prompts:.0%}",
         )
     yield table
-    yield "KL is a lower bound, in nats a token; the last columns are shares of prompts that got the same."
+    yield "KL is a lower bound, in nats per token; the last columns are shares of prompts that got the same."
     if result.skipped_prompts:
         yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
     if not result.num_compared:
@@ -293,5 +293,5 @@ def _report(result: Comparison) -> Iterator[Table | str]:
     if result.differs:
         yield (
             f"answers from caches diverge by more than {result.most_kl:g} nats beyond chance: do not serve from them. "
-            "kvfetch inspect says which namespaces the store has, kvfetch clear deletes one"
+            "kvfetch inspect shows which namespaces the store has, kvfetch clear deletes one"
         )

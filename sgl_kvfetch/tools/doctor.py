@@ -68,11 +68,11 @@ def doctor(
     access: StoreAccess,
     store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=f"Also check this store: {STORE_HELP}")] = None,
     store_only: Annotated[
-        bool, option(None, "Check the store alone, on a machine without SGLang.", "--store-only")
+        bool, option(None, "Check only the store, on a machine without SGLang.", "--store-only")
     ] = False,
     as_json: Annotated[bool, json_flag(list[Check])] = False,
 ) -> None:
-    """Check a store and what this machine can do, and say how to fix each "no".
+    """Check a store and what this machine can do, and show how to fix each "no".
 
     The exit code is 0 if the store answers and this machine has everything that host mode needs
     (--enable-hierarchical-cache --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the

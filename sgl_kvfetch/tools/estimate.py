@@ -67,7 +67,7 @@ def estimate(
     model: Annotated[str, option("CONFIG", "A model's config.json, or the folder with it.", show_default=False)],
     link: Annotated[str, option("RATE", "Goodput of the store's link, such as 10Gbps.", show_default=False)],
     prefill_tps: Annotated[
-        float, option("TOKENS", "Tokens a second that the engine computes of a prompt.", min=1, show_default=False)
+        float, option("TOKENS", "Prefill speed of the engine, in tokens per second.", min=1, show_default=False)
     ],
     batch_s: Annotated[
         float,
@@ -83,7 +83,7 @@ def estimate(
     days: Annotated[float, option("DAYS", "How long prompts stay.", min=0)] = 7.0,
     as_json: Annotated[bool, json_flag(Estimate)] = False,
 ) -> None:
-    """Estimate whether fetching beats computing, and how large a store would be.
+    """Estimate whether fetching is faster than prefill, and how large a store would be.
 
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
     second at every length, which favours computing for long prompts. Bits per value and decoding speeds were measured
@@ -129,7 +129,7 @@ def _verdict(
     if fetched_s["klt"] < computing_s:
         return f"worth it with klt alone: {compared}"
     starts = [coding.break_even_tokens for coding in codings.values() if coding.break_even_tokens is not None]
-    longer = f"; longer ones than {min(starts):,} tokens would be fetched sooner" if starts else ""
+    longer = f"; longer ones than {min(starts):,} tokens would be fetched faster" if starts else ""
     return f"not worth it: {compared}{longer}"
 
 
@@ -184,7 +184,7 @@ def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
         fetched = (f"{coding.ttft_s[length]:.3g}" for coding in found.codings.values())
         times.add_row(f"{length:,}", f"{computing_s:.3g}", *fetched)
     yield times
-    store = make_table(("",), ("bytes a token", "smaller", "fetching wins from", "stored"))
+    store = make_table(("",), ("bytes per token", "smaller", "fetching wins from", "stored"))
     store.title = f"The store: {use}"
     for name, coding in codings:
         tokens = "never" if coding.break_even_tokens is None else f"{coding.break_even_tokens:,} tokens"

@@ -149,7 +149,7 @@ def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
         n = summary.namespace
         ages = f"{format_age(now_s - summary.newest_s)}, {format_age(now_s - summary.oldest_s)}"
         if n is None:
-            why = "no readable manifest (kvfetch verify says why)"
+            why = "no readable manifest (kvfetch verify explains why)"
             table.add_row(summary.digest[:NAMESPACE_DIGITS], why, "", "", "", ages)
             continue
         dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
@@ -226,7 +226,7 @@ def _segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
         raw, stored = format_size(side.raw_bytes), format_size(side.stored_bytes)
         yield f"side pool {printable(side.pool)}: {side.num_pages} pages, {raw} raw, {stored} stored"
     raw, stored = format_size(s.sizes.raw_bytes), format_size(s.sizes.stored_bytes)
-    ratio = f"{format_ratio(s.sizes.ratio)} smaller, {s.sizes.bits_per_value:.2f} bits a value"
+    ratio = f"{format_ratio(s.sizes.ratio)} smaller, {s.sizes.bits_per_value:.2f} bits per value"
     yield f"against raw: {raw} raw, {stored} stored with scales and manifest: {ratio}"
 
 

@@ -113,7 +113,7 @@ def summary_of(profile: Profile) -> Calibrated:
 
 def lines_of(profile: Profile, summary: Calibrated) -> Iterator[Table | str]:
     """Describe a profile: what targets cost, and what steps cost in each kind of text."""
-    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
+    table = make_table((), ("target_kl", "step", "bits per value", "bf16 is larger by", "coefficients kept", "wide"))
     for point in summary.curve:
         ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
         costs = f"{point.target_kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}"
@@ -134,7 +134,7 @@ def lines_of(profile: Profile, summary: Calibrated) -> Iterator[Table | str]:
     )
     worst = ", and more in the worst kind" if sum(kind.counts for kind in profile.kinds) > 1 else ""
     yield (
-        f"Losing the context costs {profile.context_kl:.2g} nats a token. By default, a thousandth of that is lost "
+        f"Losing the context costs {profile.context_kl:.2g} nats per token. By default, a thousandth of that is lost "
         f"in the mean{worst}: the default target_kl is {profile.default_target_kl:.2g}. The first "
         f"{profile.num_sinks} tokens are kept exact."
     )
@@ -155,7 +155,7 @@ def profile(
     access: StoreAccess,
     which: Annotated[
         str | None,
-        typer.Argument(metavar="[DIGEST|FILE]", help="A profile's digest, or its beginning; for put, its file."),
+        typer.Argument(metavar="[DIGEST|FILE]", help="A profile's digest, or its start; for put, its file."),
     ] = None,
     out: Annotated[Path | None, option("FILE", "With get: where to write the profile.", "--out", "-o")] = None,
     key_file: KeyFileOption = None,
@@ -194,7 +194,7 @@ def profile(
         return
     if (which is None) != (action == "list"):
         wanted = {"list": "nothing", "put": "a FILE"}.get(action, "a DIGEST")
-        raise ConfigError(f"kvfetch profile {action} expects {wanted} behind the store")
+        raise ConfigError(f"kvfetch profile {action} expects {wanted} after the store")
     if (out is None) == (action == "get"):
         raise ConfigError("--out FILE belongs to kvfetch profile get, which needs it")
     keys = StoreKeys.read(key_file)

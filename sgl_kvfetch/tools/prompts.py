@@ -26,7 +26,7 @@ PromptOption = Annotated[
 ]
 FileOption = Annotated[
     Path | None,
-    option("FILE", 'Prompts: one in a text file, or one a line in JSONL, {"prompt": TEXT} or {"prompt": [1, 2, ...]}.'),
+    option("FILE", 'Prompts: one text, or one per line in JSONL, {"prompt": TEXT} or {"prompt": [1, 2, ...]}.'),
 ]
 TokenizerOption = Annotated[str | None, option("PATH", "Model whose tokenizer texts need; tokens need none.")]
 SaltOption = Annotated[str | None, option("SALT", "The cache_salt of the prompts' requests.")]

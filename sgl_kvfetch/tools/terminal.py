@@ -116,7 +116,7 @@ PART_HELP = (
     "names, such as a namespace that kvfetch inspect shows."
 )
 MODEL_HELP = (
-    "its name or model_id, as kvfetch inspect shows it; a fingerprint, a namespace; or the beginning of one of these, "
+    "its name or model_id, as kvfetch inspect shows it; a fingerprint, a namespace; or the start of one of these, "
     "if no model has exactly this name."
 )
 INDEX_HELP = (
@@ -128,7 +128,7 @@ StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP)]
 PartArgument = Annotated[str, typer.Argument(metavar="STORE", help=PART_HELP)]
 IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
 YesOption = Annotated[bool, option(None, "Do not ask.", "--yes", "-y")]
-DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
+DryRunOption = Annotated[bool, option(None, "Show what would be deleted or written, and change nothing.", "--dry-run")]
 
 
 KeyFileOption = Annotated[Path | None, option("FILE", "The keys that this store's segments are encrypted with.")]

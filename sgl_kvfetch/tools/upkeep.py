@@ -55,7 +55,8 @@ def gc(
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     grace_s: Annotated[
-        float, option("SECONDS", "How long data stays behind its manifest, for its readers.", "--grace", min=0)
+        float,
+        option("SECONDS", "How long data stays after its manifest is deleted, for its readers.", "--grace", min=0),
     ] = 60.0,
     as_json: Annotated[
         bool,

@@ -166,7 +166,7 @@ def _next_steps(report: Report, store: str) -> Iterator[str]:
         yield f"  kvfetch clear {shlex.quote(f'{store}#{stem}')}"
     if len(stems) > MAX_COMMANDS:
         yield f"  ... and {len(stems) - MAX_COMMANDS} more segments, which --json names"
-    yield "if the disk of the store did it (its kernel's log says so), start with an empty directory on a sound one"
+    yield "if the disk of the store did it (its kernel's log shows it), start with an empty directory on a healthy one"
 
 
 @dataclass(frozen=True, slots=True)

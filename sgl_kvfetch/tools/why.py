@@ -1,4 +1,4 @@
-"""``kvfetch why``: say why a prompt, or a request, was not served from a store.
+"""``kvfetch why``: explain why a prompt, or a request, was not served from a store.
 
 A page hash stands for all tokens before it, so whatever names one of the prompt's hashes is a trace of this prompt: a
 segment whose last page has it, an expired one, one behind a gap, one in another server's namespace. The listing has
@@ -65,7 +65,7 @@ _MOST_SHOWN = 3  # requests with a prompt
 # Why pages were dropped, by `sgl_kvfetch_written_pages_total`. For the others, writes are counted by reason.
 _DROPPED = {
     "dropped_full": "the write queue was full",
-    "dropped_invalid": "they have values that cannot be quantised, or SGLang did not say what is before them",
+    "dropped_invalid": "they have values that cannot be quantised, or SGLang did not report what is before them",
     "dropped_data_plane": "the data plane ended",
 }
 
@@ -120,11 +120,11 @@ def why(
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
-    log: Annotated[Path | None, option("FILE", "A log of requests: say what breaks their prefixes.")] = None,
+    log: Annotated[Path | None, option("FILE", "A log of requests: find what breaks their prefixes.")] = None,
     key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(list[Explained], list[BrokenPrefix])] = False,
 ) -> None:
-    """Say why a prompt, or a request, was not served from a store, and what to do about it.
+    """Explain why a prompt, or a request, was not served from a store, and what to do about it.
 
     With --server, the command asks SGLang's /server_info for the namespace and the last requests, and names what is
     in the way of this server. Without it, the namespace that has most of the prompt stands for the server's. The
@@ -276,7 +276,7 @@ def _with_writes(finding: Finding, asked: Asked | None) -> Finding:
     could_be = Reason.NEVER_WRITTEN, Reason.EVICTED, Reason.DIVERGES
     if asked is None or not asked.unwritten or finding.reason not in could_be:
         return finding
-    detail = f"{finding.detail}. The server says of its writes: {'; '.join(asked.unwritten)}"
+    detail = f"{finding.detail}. Of its writes, the server reports: {'; '.join(asked.unwritten)}"
     return msgspec.structs.replace(finding, detail=detail)
 
 
@@ -318,7 +318,7 @@ def _request(asked: Asked, request_id: str) -> Explained:
     last = decided[-1]
     findings = [] if (why_less := _of_request(last)) is None else [why_less]
     if not findings and last.num_found < last.num_pages:
-        detail = "the store did not have them; the prompt, with --file, tells why"
+        detail = "the store did not have them; the prompt, with --file, shows why"
         finding = Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail)
         findings = [_with_writes(finding, asked)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
@@ -338,7 +338,7 @@ def _labels_of(diagnosis: Diagnosis, digest: str) -> Labels:
 
 
 def _lines(number: int, e: Explained) -> Iterator[str]:
-    pages = f"{e.num_pages} pages of {e.page_size}" if e.page_size else "pages of a size that --server would tell"
+    pages = f"{e.num_pages} pages of {e.page_size}" if e.page_size else "pages of a size that --server would show"
     yield f"prompt {number}: {e.num_tokens} tokens, {pages}"
     if e.namespace:
         yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace} ({printable(e.called)})"
@@ -525,7 +525,7 @@ class Diagnosis:
             if manifest is not None and manifest.first_page > end:
                 behind += 1
         if behind:
-            detail = f"{behind} segments of this prompt behind them are stored: they were, too, or could not be written"
+            detail = f"{behind} segments of this prompt after them are stored: they were, too, or could not be written"
             return Reason.EVICTED, detail
         if unfinished:
             return (

@@ -159,7 +159,7 @@ def test_one_of_another_shape_is_passed_over(
         found = take_profile(config, WEIGHTS, partial(require_profile_file, needs))
         assert found is not None
         assert found.digest == good
-        assert "is for another model: it has 4 KV heads a rank, the engine has 1" in caplog.text
+        assert "is for another model: it has 4 KV heads per rank, the engine has 1" in caplog.text
         if is_there:
             assert f"profile {WEIGHTS}/{bad} is passed over: " in caplog.text
             caplog.clear()

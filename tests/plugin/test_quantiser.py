@@ -62,7 +62,7 @@ def test_ranks_that_cut_a_cell_are_refused(config: KVFetchConfig) -> None:
 @pytest.mark.parametrize(
     ("geometry", "first_layer", "message"),
     [
-        (replace(GEOMETRY, num_heads=8), 0, "it has 4 KV heads a rank, the engine has 8"),
+        (replace(GEOMETRY, num_heads=8), 0, "it has 4 KV heads per rank, the engine has 8"),
         (replace(GEOMETRY, v_head_dim=32), 0, "it has 16 values a head of V, the engine has 32"),
         (GEOMETRY, 1, "it has 3 layers, the engine has 4 or more"),
     ],

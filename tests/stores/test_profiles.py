@@ -68,7 +68,7 @@ async def test_a_profile_that_takes_more_than_exact_is_not_published(tmp_path: P
     curve = [msgspec.structs.replace(point, bits_per_value=13.0 - i) for i, point in enumerate(profile.curve)]
     dataclasses.replace(profile, curve=tuple(curve)).save(tmp_path / "p")
     store = LocalStore(tmp_path)
-    with pytest.raises(ConfigError, match=r"takes 11.5 bits a value at its default, expected fewer than 10.7"):
+    with pytest.raises(ConfigError, match=r"takes 11.5 bits per value at its default, expected fewer than 10.7"):
         await publish_profile(store, tmp_path / "p", NO_KEYS)
     assert list(await store.notes(PROFILES)) == []
 

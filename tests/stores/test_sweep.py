@@ -205,7 +205,7 @@ async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
 async def test_one_sweeper_at_a_time(s3: S3Server, index: RedisProcess, store: IndexedS3Store) -> None:
     other = opened(s3, index.url)
     async with store.sweeping():
-        with pytest.raises(StoreError, match="another sweeper is at work"):
+        with pytest.raises(StoreError, match="another gc run holds the lock"):
             async with other.sweeping():
                 pytest.fail("two at a time")
     async with other.sweeping():
@@ -229,7 +229,7 @@ async def test_a_sweeper_that_lost_its_lease_is_stopped(
             index.client.set(store._index._key(b"lease"), b"another")
             await asyncio.Event().wait()
 
-    with pytest.raises(StoreError, match="another sweeper is at work"):
+    with pytest.raises(StoreError, match="another gc run holds the lock"):
         await asyncio.wait_for(sweep_for_ever(), WAIT_S)
     assert index.client.get(store._index._key(b"lease")) == b"another"
 

@@ -90,7 +90,7 @@ def test_five_kinds_of_broken_prefixes_are_found_in_order(tmp_path: Path, line: 
 
     text = kvfetch("why", "--log", str(tmp_path / "log")).output
     assert "1. a random id, after 10 equal tokens: " in text
-    assert "1,000 requests; move what changes behind what stays" in text
+    assert "1,000 requests; move what changes after what stays" in text
 
 
 def test_tokens_are_compared_as_they_are_and_shown_as_text_if_there_is_a_tokenizer(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     assert profile.calibration.part == "0.2:0.9"
     shown = " ".join(result.output.split())
     assert "Warning: 64 tokens are few for cells of" in shown
-    assert f"the default takes {profile.default_bits:.2f} bits a value, more than it would after" in shown
+    assert f"the default takes {profile.default_bits:.2f} bits per value, more than it would after" in shown
 
 
 def test_cells_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
         redis.client.set(PageIndex(IndexOptions(redis.url, timeout_s=WAIT_S), URL)._key(b"lease"), b"another")
         result = kvfetch("gc", *options)
         assert result.exit_code == 2
-        assert "another sweeper is at work" in result.output
+        assert "another gc run holds the lock" in result.output
 
 
 @pytest.mark.process

@@ -157,7 +157,7 @@ def test_a_segment_is_shown_as_a_table(stored: Stored) -> None:
     segment = f"{stored.url}#{stored.segments[0].manifest.key.stem}"
     result = kvfetch("inspect", segment)
     assert result.exit_code == 0
-    for text in ("byte 0", "byte 1", "hevc", "against raw", "bits a value", "4 pages of 4 tokens"):
+    for text in ("byte 0", "byte 1", "hevc", "against raw", "bits per value", "4 pages of 4 tokens"):
         assert text in result.stdout
     assert "MISSING" not in result.stdout
     stored.data_path(0).unlink()

@@ -19,7 +19,7 @@ from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d"
-LISTENING = re.compile(rf"{TIME} INFO kvfetch: serving (?P<root>.+), and a page for browsers, on (?P<url>http://\S+)\n")
+LISTENING = re.compile(rf"{TIME} INFO kvfetch: serving (?P<root>.+), and its web UI, on (?P<url>http://\S+)\n")
 
 
 @contextmanager

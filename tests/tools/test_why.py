@@ -150,7 +150,7 @@ def test_a_prompt_that_no_namespace_begins_with(tmp_path: Path) -> None:
     assert found["findings"][0]["detail"] == "0 tokens could be served, and lookups begin at 4"
     store(tmp_path, coded())
     text = kvfetch("why", str(tmp_path), "--prompt", "[7, 7, 7]").output
-    assert "3 tokens, pages of a size that --server would tell" in text
+    assert "3 tokens, pages of a size that --server would show" in text
 
 
 def test_a_request_that_leaves_a_stored_prompt(tmp_path: Path) -> None:
@@ -312,7 +312,9 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
 
     assert detail(status_of()) == "the store has no trace of them"
     assert "it does not write: its mode is read_only" in detail(status_of(writes=False))
-    assert detail(status_of(unstored=["no room", "no time"])).endswith("says of its writes: no room; no time")
+    assert detail(status_of(unstored=["no room", "no time"])).endswith(
+        "Of its writes, the server reports: no room; no time"
+    )
     said = detail(
         status_of(),
         **{
@@ -322,7 +324,7 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
             'misses_total{stage="fetch",reason="late"}': 3,
         },
     )
-    assert "says of its writes: 7 B of pages wait in its write queue; it has dropped 5 pages since its start: " in said
+    assert "the server reports: 7 B of pages wait in its write queue; it has dropped 5 pages since its start: " in said
     assert said.endswith("; 2 writes have failed: full (a larger --capacity)")
 
 
@@ -333,7 +335,7 @@ def test_pages_that_were_evicted_or_could_not_be_written(tmp_path: Path) -> None
         found = why(tmp_path, "--server", url)
     assert only_reason(found) == (Reason.EVICTED, 0, 8)
     detail = found["findings"][0]["detail"]
-    assert "are stored: they were, too, or could not be written. The server says of its writes: 2 writes" in detail
+    assert "are stored: they were, too, or could not be written. Of its writes, the server reports: 2 writes" in detail
 
 
 def decided(request_id: str, reason: str, num_found: int, num_served: int, first_page: int = 0) -> Decided:

@@ -86,5 +86,5 @@ class DeflateCodec(_BytesCodec):
         except zlib.error as e:
             raise CorruptError(f"deflate bitstream does not decode: {e}") from e
         if not decompressor.eof or decompressor.unused_data:
-            raise CorruptError(f"deflate bitstream is cut, has bytes behind it, or decodes to over {max_bytes} bytes")
+            raise CorruptError(f"deflate bitstream is cut, has trailing bytes, or decodes to over {max_bytes} bytes")
         return out

@@ -134,7 +134,7 @@ def _by_kind(
 
 @torch.no_grad()
 def _divergences(model: LayeredModel, exact: torch.Tensor, others: Sequence[torch.Tensor]) -> list[float]:
-    """Return the KL divergence, in nats a token, of the predictions from each of some outputs of the last layer."""
+    """Return the KL divergence, in nats per token, of the predictions from each of some outputs of the last layer."""
     totals = [0.0] * len(others)
     for first in range(0, len(exact), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)

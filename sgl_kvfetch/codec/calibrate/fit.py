@@ -200,7 +200,7 @@ def _require_default_target(profile: Profile) -> None:
     if finest > default:
         raise ConfigError(
             f"no profile: the finest step that changes predictions, {profile.curve[0].step:.3g}, costs {finest:.2g} "
-            f"nats a token on held-out windows, expected at most {default:.2g}, which the default target_kl allows "
+            f"nats per token on held-out windows, expected at most {default:.2g}, which the default target_kl allows "
             f"({DEFAULT_SHARE:g} of what losing the context costs); calibrate on more text like your traffic, or serve "
             "this model with 'exact'"
         )

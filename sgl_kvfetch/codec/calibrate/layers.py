@@ -55,7 +55,7 @@ _PLAIN_WEIGHTS = {
     "mxfp4": {"dequantize": True},
 }
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
-_OTHER_STATES = "keep other states, beside keys and values or instead of them"
+_OTHER_STATES = "keep other states, alongside keys and values or instead of them"
 
 
 # Models by their names. SGLang decides by a model's architecture whether layers with a window share the pool of the

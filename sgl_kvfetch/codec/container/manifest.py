@@ -598,7 +598,7 @@ def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
             if frames > min(_MAX_EMPTINESS * held + _SMALL_FRAMES_BYTES, MAX_CHUNK_BYTES):
                 raise FormatError(
                     f"{name} frames of {frames} bytes for {held} values; a chunk has at most {MAX_CHUNK_BYTES} bytes, "
-                    f"and {_MAX_EMPTINESS} a value"
+                    f"and {_MAX_EMPTINESS} per value"
                 )
 
 

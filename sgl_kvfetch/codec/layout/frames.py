@@ -239,7 +239,7 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
         super().require_fits(shape)
         _, num_layers, num_heads, head_dim = shape
         if num_layers > PLANES:
-            raise FormatError(f"{num_layers} layers, expected at most {PLANES}, one a colour plane")
+            raise FormatError(f"{num_layers} layers, expected at most {PLANES}, one per colour plane")
         if self.head_rows * self.head_cols < num_heads or self.dim_rows * self.dim_cols < head_dim:
             raise FormatError(
                 f"tile of {self.head_rows}x{self.head_cols} heads of {self.dim_rows}x{self.dim_cols} values "

@@ -32,7 +32,7 @@ Quantised = tuple[torch.Tensor, ...]
 # differ where they are rounded; those of float32 add up over all layers.
 _SUMS_NOISE = {torch.float32: 16.0}
 _SUMS_NOISE_OF_OTHERS = 2.0
-VALUE_LAYERS = 3  # layers of a cell that is laid out in tiles: one a colour plane
+VALUE_LAYERS = 3  # layers of a cell that is laid out in tiles: one per colour plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class Quantiser(ABC):
         raise AssertionError(f"no kernel quantises {self.identity}")
 
     def coarseness_within(self, max_kl: float, key: str) -> int:
-        """Return how many times the step may be tripled if values may cost ``max_kl`` nats a token. Raises ConfigError
-        if that is never, naming the config's ``key``."""
+        """Return how many times the step may be tripled if values may cost ``max_kl`` nats per token. Raises
+        ConfigError if that is never, naming the config's ``key``."""
         raise ConfigError(f"{key} is for klt: the cost of {self.identity} is not known")
 
     splits_heads: bool = True  # whether a head's integers are the same, whatever other heads its cell has

@@ -452,7 +452,7 @@ class KltQuantiser(KltIntegers):
     profile: Profile
 
     def __init__(self, profile: Profile, target_kl: float | None = None, *, step: float | None = None) -> None:
-        """``target_kl``: nats a token as measured in calibration. Without it and ``step``, the profile's default is
+        """``target_kl``: nats per token as measured in calibration. Without it and ``step``, the profile's default is
         used. Raises ConfigError for a target outside the calibrated range."""
         step = profile.step_for(target_kl) if step is None else step
         super().__init__(f"klt(profile={profile.digest};step={step!r})")

@@ -35,7 +35,7 @@ _HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
 _MOST_HEADER_BYTES = 8 << 20
 _MOST_METADATA_CHARS = 1 << 20
 
-# Of steps and of KL divergences, beyond what calibration measures, steps up to 45: a KL divergence in nats a token is
+# Of steps and of KL divergences, beyond what calibration measures, steps up to 45: a KL divergence in nats per token is
 # hardly more than the logarithm of the vocabulary's size.
 _STEPS, _KLS = (1e-4, 1e3), (1e-9, 100.0)
 
@@ -50,7 +50,7 @@ _LARGEST_VALUE, _LARGEST_INTEGER = 2.0**100, 2.0**20
 
 _MOST_BITS = 64.0  # a value, of exact tokens in float32 and of integers
 
-# What a step of 1 in all coefficients should cost, in nats a token, as the weights foretell for fine steps.
+# What a step of 1 in all coefficients should cost, in nats per token, as the weights foretell for fine steps.
 UNIT_KL = 1e-4
 
 # What the default of target_kl costs in the mean, as a share of the value of the whole context to the model.
@@ -68,14 +68,14 @@ class MeasuredStep(msgspec.Struct, frozen=True):
     """The accuracy and size that calibration measured at a step."""
 
     step: float
-    kl: float  # nats a token
+    kl: float  # nats per token
     bits_per_value: float  # order-0 entropy of the coefficients
 
 
 class MeasuredKind(msgspec.Struct, frozen=True):
     """What the steps of a curve cost in one kind of text.
 
-    ``counts``: whether the curve's ``kl`` is that of the worst of this kind and others. ``kls``: in nats a token, of
+    ``counts``: whether the curve's ``kl`` is that of the worst of this kind and others. ``kls``: in nats per token, of
     each step of the curve. ``context_kl``: the KL divergence when all tokens but the sinks are forgotten.
     """
 
@@ -244,12 +244,12 @@ class Profile:
         windows = math.ceil(1.25 * _TOKENS_A_CHANNEL * channels / self.calibration.context_tokens)  # a fifth held out
         return (
             f"{num_tokens} tokens are few for cells of {channels} channels, which need {_TOKENS_A_CHANNEL * channels}: "
-            f"the default takes {self.default_bits:.2f} bits a value, more than it would after {windows} windows"
+            f"the default takes {self.default_bits:.2f} bits per value, more than it would after {windows} windows"
         )
 
     @property
     def mean_kls(self) -> Sequence[float]:
-        """The mean over held-out windows of the kinds that count, in nats a token, at each step of the curve."""
+        """The mean over held-out windows of the kinds that count, in nats per token, at each step of the curve."""
         counting = [kind for kind in self.kinds if kind.counts]
         if not counting:
             return [point.kl for point in self.curve]
@@ -275,8 +275,8 @@ class Profile:
         return whole.hexdigest()
 
     def step_for(self, target_kl: float | None) -> float:
-        """Return the step for ``target_kl`` nats a token, interpolated between measured steps. None means the profile's
-        default. The step is rounded to four digits, so that every machine computes the same one.
+        """Return the step for ``target_kl`` nats per token, interpolated between measured steps. None means the
+        profile's default. The step is rounded to four digits, so that every machine computes the same one.
 
         Raises ConfigError for a target outside the measured range.
         """
@@ -299,7 +299,7 @@ class Profile:
         return target_kl
 
     def kl_of(self, step: float) -> float:
-        """Return what a step costs, in nats a token, interpolated between measured steps; infinite beyond them."""
+        """Return what a step costs, in nats per token, interpolated between measured steps; infinite beyond them."""
         for low, high in itertools.pairwise(self.curve):
             if step <= high.step:
                 part = math.log(step / low.step) / math.log(high.step / low.step)

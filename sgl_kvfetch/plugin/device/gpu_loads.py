@@ -390,7 +390,7 @@ class GpuLoader(Loader):
                 logger.info("kvfetch: loads use %s", about)
                 return scratch
         raise UnsupportedError(
-            f"device mode needs {sizes[-1] / MiB:.0f} MiB on the GPU beside the KV pool, where {free / MiB:.0f} are "
+            f"device mode needs {sizes[-1] / MiB:.0f} MiB on the GPU besides the KV pool, where {free / MiB:.0f} are "
             "free: lower --mem-fraction-static"
         )
 

@@ -327,7 +327,7 @@ def _state_buffers(requests: Any) -> SideBuffers:
     """Return the states of a ``HybridReqToTokenPool``. Raises UnsupportedError."""
     pool = requests.mamba_pool
     if requests.mamba_ckpt_pool is not None or requests.short_conv_pool.enabled or requests.ngram_pool.enabled:
-        raise _not_supported("states in int8, or with further states beside them")
+        raise _not_supported("states in int8, or with further states alongside")
     states = [pool.mamba_cache.temporal, *pool.mamba_cache.conv]  # (layers, slots, ...) each, as the host's pages have
     conv, temporal = pool.mamba_cache.conv[0].dtype, pool.mamba_cache.temporal.dtype
     return SideBuffers([x for state in states if state.numel() for x in state], 1, conv, conv, temporal)

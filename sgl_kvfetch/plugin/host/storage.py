@@ -113,10 +113,10 @@ def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) ->
     """Return what SGLang's policy means for a request. ``budget``: as `choose_budget` returns it."""
     at_most = f"at most {fetch_timeout_s:g} s (fetch_timeout_s)"
     if policy == "best_effort":
-        return "no request waits for its stored prefix: what is not there when its turn comes is computed"
+        return "no request waits for its stored prefix: what has not arrived when its turn comes is recomputed"
     if policy == "timeout" and budget != choose_budget(*SGLANG_BUDGET, fetch_timeout_s):
         at_most += f" and {budget[0]:g} s + {budget[1]:g} s per 1,024 tokens (prefetch_timeout_*)"
-    return f"a request waits for its stored prefix {at_most}; what is not there then is computed"
+    return f"a request waits for its stored prefix {at_most}; what has not arrived by then is recomputed"
 
 
 def _unstored(cache: Any) -> list[str]:
@@ -125,7 +125,7 @@ def _unstored(cache: Any) -> list[str]:
     if cache.is_write_back:
         found.append(
             "with --hicache-write-policy write_back, SGLang stores pages only when it evicts them, and never looks up "
-            "a prompt whose beginning it has on the device alone: write_through, SGLang's default, does both"
+            "a prompt whose prefix it has only on the device: write_through, SGLang's default, does both"
         )
     in_host, on_device = controller.mem_pool_host.size, cache.token_to_kv_pool_allocator.size
     if in_host < on_device and controller.host_memory_mode != "buffer_only":

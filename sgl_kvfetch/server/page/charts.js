@@ -44,10 +44,10 @@ function drawCharts() {
   const kinds = ["lookup", "read", "write"];
   $("#charts").replaceChildren(
     chart("Pages found, of those looked up", sharesFound(shown), ["found"], percent),
-    chart("Lookups a second", rates(shown, ["request_seconds_count:lookup"]), ["lookups"], rate),
-    chart("Bytes a second", rates(shown, ["sent_bytes_total", "received_bytes_total"]), ["sent", "received"], size, true),
+    chart("Lookups per second", rates(shown, ["request_seconds_count:lookup"]), ["lookups"], rate),
+    chart("Bytes per second", rates(shown, ["sent_bytes_total", "received_bytes_total"]), ["sent", "received"], size, true),
     chart("Time to answer, on average", meanSeconds(shown, kinds), kinds, milliseconds),
-    chart("Evictions a second", rates(shown, ["evicted_segments_total"]), ["evicted"], rate),
+    chart("Evictions per second", rates(shown, ["evicted_segments_total"]), ["evicted"], rate),
   );
 }
 

@@ -403,7 +403,7 @@ FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("falcon_h1", FALCON_H1, r"layers 0 to 2 \(hybrid\) of 3 keep other states, beside keys and values"),
+        ("falcon_h1", FALCON_H1, r"layers 0 to 2 \(hybrid\) of 3 keep other states, alongside keys and values"),
         ("mamba", {"state_size": 16}, "no layer with keys and values of all tokens"),
         (
             "gemma4_text",

@@ -57,7 +57,9 @@ def test_the_reason_says_whether_the_policy_gave_up() -> None:
 
 def test_the_log_says_what_the_policy_means() -> None:
     assert explain("timeout", (31, 0), 30) == explain("wait_complete", (1, 0.25), 30)
-    assert "at most 30 s (fetch_timeout_s); what is not there then is computed" in explain("timeout", (31, 0), 30)
+    assert "at most 30 s (fetch_timeout_s); what has not arrived by then is recomputed" in explain(
+        "timeout", (31, 0), 30
+    )
     assert "30 s (fetch_timeout_s) and 2 s + 0.5 s per 1,024 tokens" in explain("timeout", (2, 0.5), 30)
     assert "no request waits" in explain("best_effort", (31, 0), 30)
 
