@@ -21,7 +21,6 @@ from harness.s3_server import BUCKET, S3Server
 from harness.store_process import StoreProcess
 from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import kvfetch
-from tests.tools.test_pin import TOKENS, store_pages
 
 READ, ADMIN = "3c1f", "e05d"
 
@@ -145,16 +144,6 @@ def test_the_servers_token_file_is_no_clients(stores: Stores, tmp_path: Path, te
     assert ADMIN not in said
     file.write_text(f"# of the store\n{ADMIN}\n")
     assert kvfetch("inspect", stores.with_tokens, "--token-file", str(file)).exit_code == 0
-
-
-def test_another_page_size_than_what_is_stored(tmp_path: Path) -> None:
-    store_pages(tmp_path, 8, range(2))
-    result = kvfetch("pin", str(tmp_path), "--prompt", str(TOKENS), "--page-size", "4")
-    assert result.exit_code == 0
-    assert result.stderr == "kvfetch: no pages of 4 tokens are stored: type --page-size 1\n"
-    assert kvfetch("pin", str(tmp_path), "--prompt", "[99, 98]", "--page-size", "1").stderr == ""
-    found = kvfetch("pin", str(tmp_path), "--prompt", str(TOKENS), "--page-size", "4", "--json")
-    assert found.stdout.startswith("[")
 
 
 def test_an_empty_store_has_no_page_size(tmp_path: Path) -> None:

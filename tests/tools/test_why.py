@@ -183,12 +183,16 @@ def later_version(manifest: bytes) -> bytes:
     return bytes(content) + xxhash.xxh3_128_digest(content)
 
 
+def damaged(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 @pytest.mark.parametrize(
     ("suffix", "change", "reason"),
     [
-        ("kvd", lambda content: content[:-1] + b"\x00", Reason.CORRUPT),
+        ("kvd", damaged, Reason.CORRUPT),
         ("kvd", None, Reason.MISSING),
-        ("kvm", lambda content: content[:-1] + b"\x00", Reason.CORRUPT),
+        ("kvm", damaged, Reason.CORRUPT),
         ("kvm", later_version, Reason.FORMAT),
         ("", None, Reason.EXPIRED),
     ],
