@@ -19,7 +19,7 @@ from harness.serving import serving
 from harness.waiting import until
 from sgl_kvfetch.codec import SegmentReader
 from sgl_kvfetch.codec.container.pages import QuantisedPages, RawPages
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, ExactQuantiser, Quantised, Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import MeasuredStep
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -234,15 +234,23 @@ async def test_a_token_that_is_not_restored_is_found(
     make: Callable[..., Bench], quantiser: Quantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, computed = make(quantiser), values_of(PROFILE, NUM_TOKENS)
-    restore = SegmentReader.dequantise_cell
+    dequantise, restore = SegmentReader.dequantise_cell, ExactQuantiser.restore_pages
 
     def all_but_the_last(*args: Any) -> CellValues:
-        values = restore(*args)
+        values = dequantise(*args)
         for x in values:
             x[-1] = 0
         return values
 
+    def pages_but_the_last_token(
+        exact: ExactQuantiser, quantised: Quantised, pages: Sequence[torch.Tensor], places: Sequence[int]
+    ) -> None:
+        restore(exact, quantised, pages, places)
+        for x in pages:
+            x[max(places), -1] = 0
+
     monkeypatch.setattr(SegmentReader, "dequantise_cell", all_but_the_last)
+    monkeypatch.setattr(ExactQuantiser, "restore_pages", pages_but_the_last_token)
     assert await audits_until_over(bench, computed, computed) == 3
 
 

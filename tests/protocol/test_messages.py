@@ -38,6 +38,7 @@ EVENTS: list[m.Event] = [
     m.Found(1, 2, 3, "", (1, 2), {"kv": 3, "swa": 2}),
     m.Fetched(2, 1, "late", m.SidePages(0, (("swa", 0),))),
     m.Staged(6, 3, 4, "late", 4096, m.CodedCells(8192, 900, 6), m.SidePages(12288, (("swa", 2),))),
+    m.Near(7),
     m.Settled(3),
     m.Taken(3, is_lost=True),
     m.ClearOver(4, ""),

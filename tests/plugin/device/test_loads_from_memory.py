@@ -200,7 +200,10 @@ def test_a_prompt_in_memory_is_there_in_the_step_after_its_arrival(
     request = rig.arrive(TOKENS)
     assert rig.is_parked(request)
     rig.linker._stepped_s = -math.inf
-    rig.linker.step(rig.cache, lambda: 0, is_beside=True)
+    receive = Channel.receive_staged
+    with monkeypatch.context() as slow:  # no answer has come before the step begins to wait
+        slow.setattr(Channel, "receive_staged", lambda self, wait_s=0.0: receive(self, wait_s) if wait_s else [])
+        rig.linker.step(rig.cache, lambda: 0, is_beside=True)
     assert not rig.is_parked(request)
     assert max(waits) > NO_WORD_S
     left(rig, request)

@@ -79,6 +79,8 @@ def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str, rea
     request = rig.arrive(prompt(0))
     if end == "missed":
         rig.await_unparked(request)
+    else:
+        wait_until(lambda: rig.store.lookups.num_waiting > 0)
     rig.linker.prefixes.leave(request.rid)
     rig.store.lookups.is_open = True
     kept.await_end(request.rid)
