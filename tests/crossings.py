@@ -13,8 +13,12 @@ until `KEYS` says which feature it belongs to, or `OTHER_KEYS` that it belongs t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from harness.metrics import own_metric
 
 FEATURES = (
     "TP 2",
@@ -80,6 +84,37 @@ def is_cut(pair: Pair) -> bool:
 def to_run(mode: str) -> list[Pair]:
     """Return the pairs whose sequence runs in this mode."""
     return [pair for pair in PAIRS if (pair, mode) not in ELSEWHERE and (pair, mode) not in REFUSED]
+
+
+class Rank(Protocol):
+    """A sequence of a pair, on one rank: what may happen between storing and fetching."""
+
+    def abort(self) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def update(self) -> None: ...
+
+
+def let_happen(pair: Pair, rank: Rank) -> None:
+    """Let happen what the pair is about, if it is something that happens once."""
+    for happening in pair:
+        match happening:
+            case "abort":
+                rank.abort()
+            case "restart of the data plane":
+                rank.restart()
+            case "weight update":
+                rank.update()
+
+
+@contextmanager
+def assert_memory_is_read(pair: Pair) -> Iterator[None]:
+    """Check that fetches read `memory_cache`, if the pair has it."""
+    read = own_metric("sgl_kvfetch_memory_cache_read_bytes_total")
+    yield
+    if "`memory_cache`" in pair:
+        assert own_metric("sgl_kvfetch_memory_cache_read_bytes_total") > read
 
 
 def table() -> str:

@@ -14,7 +14,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.types import TENSORS
-from tests.crossings import Pair, is_cut, to_run
+from tests.crossings import Pair, assert_memory_is_read, is_cut, let_happen, to_run
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.gpu_models import LAYERS, make_quantiser, use_small_model
@@ -88,19 +88,10 @@ class _Rank:
             rig.extra_key = "adapter"
             assert self.fetch() == 0
         self.store()
-        for happening in self.pair:
-            match happening:
-                case "abort":
-                    self.abort()
-                case "restart of the data plane":
-                    self.restart()
-                case "weight update":
-                    self.update()
-        read = own_metric("sgl_kvfetch_memory_cache_read_bytes_total")
-        for _ in range(2):
-            assert self.fetch() == len(SERVED if is_cut(self.pair) else self.tokens)
-        if "`memory_cache`" in self.pair:
-            assert own_metric("sgl_kvfetch_memory_cache_read_bytes_total") > read
+        let_happen(self.pair, self)
+        with assert_memory_is_read(self.pair):
+            for _ in range(2):
+                assert self.fetch() == len(SERVED if is_cut(self.pair) else self.tokens)
         assert rig.cache.protected_size() == 0
         rig.assert_no_memory_held()
 

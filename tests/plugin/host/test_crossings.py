@@ -24,7 +24,7 @@ from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.stores.base import WrappedStore
 from sgl_kvfetch.types import TENSORS
 from tests.codec.quant.profiles import make_profile
-from tests.crossings import Pair, is_cut, to_run
+from tests.crossings import Pair, assert_memory_is_read, is_cut, let_happen, to_run
 from tests.plugin.backends import (
     DIM,
     HEADS,
@@ -132,21 +132,12 @@ class _Rank:
             self._names = own
             assert self.found() == 0
         self.store()
-        for happening in self.pair:
-            match happening:
-                case "abort":
-                    self.abort()
-                case "restart of the data plane":
-                    self.restart()
-                case "weight update":
-                    self.update()
-        read = own_metric("sgl_kvfetch_memory_cache_read_bytes_total")
-        for _ in range(2):
-            hit = min(most, self.found())
-            assert hit == (SERVED if is_cut(self.pair) else self._num_pages)
-            self.fetch(hit)
-        if "`memory_cache`" in self.pair:
-            assert own_metric("sgl_kvfetch_memory_cache_read_bytes_total") > read
+        let_happen(self.pair, self)
+        with assert_memory_is_read(self.pair):
+            for _ in range(2):
+                hit = min(most, self.found())
+                assert hit == (SERVED if is_cut(self.pair) else self._num_pages)
+                self.fetch(hit)
         return hit
 
     def store(self) -> None:
