@@ -21,14 +21,7 @@ import msgspec
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.engine.process import (
-    CLOSE_S,
-    Awaited,
-    Peer,
-    Quantising,
-    ReadPages,
-    ReadSide,
-)
+from sgl_kvfetch.engine.process import CLOSE_S, Awaited, Peer, Quantising, ReadPages, ReadSide
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.protocol import StagedValues, messages as m

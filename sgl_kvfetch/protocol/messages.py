@@ -480,6 +480,8 @@ class Channel:
         self._poller = select.poll()
         self._poller.register(self._waker, select.POLLIN)
         self._poller.register(commands)
+        self._staged_poller = select.poll()
+        self._staged_poller.register(staged, select.POLLIN)
         self.send = self._outbox.send
 
     def receive(self, timeout_s: float) -> list[Event] | None:
@@ -509,8 +511,9 @@ class Channel:
     def receive_staged(self, timeout_s: float = 0.0) -> list[Near | Staged]:
         """Return answers that have come, at most as many as one read returns, or wait up to ``timeout_s`` for one. One
         thread may call this. Raises FormatError."""
+        if timeout_s:
+            self._staged_poller.poll(timeout_s * 1e3)
         try:
-            self._staged.sock.settimeout(timeout_s)
             return list(self._answers.feed(self._staged.receive()))
         except OSError:  # none has come, or the other end is gone, as the other thread notices
             return []
