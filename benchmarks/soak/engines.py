@@ -318,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep the servers' logs")
     parser.add_argument("--json", type=report.output_file, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of `start_tls` at a server's end
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, servers_find_sglang_imported():
