@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.flat_profile import flat_profile
-from benchmarks.machine import machine, versions
 from benchmarks.processes import main_thread_cpu_s, usage
 from benchmarks.report import make_parser, write_json
 from harness.store_process import StoreProcess
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         coded = _measure(Path(folder), args)
     Console(highlight=False, width=150).print(_table(coded, args))
     if args.json:
-        write_json(args.json, {"tokens": args.tokens, "coded": coded, "machine": machine(), "versions": versions()})
+        write_json(args.json, {"tokens": args.tokens, "coded": coded})
     return 0
 
 

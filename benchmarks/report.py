@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
+from benchmarks.machine import machine, versions
 from sgl_kvfetch.errors import KVFetchError
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
@@ -79,7 +81,17 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write figures, with the machine and the versions that they are of."""
+    about = {"machine": machine(), "versions": versions()}
+    path.write_text(json.dumps(content | about, indent=1) + "\n", encoding="utf-8")
+
+
+def distribution(values: Sequence[float]) -> dict[str, float | None]:
+    """Return mean and percentiles, each between the two nearest values; None if nothing was measured."""
+    names = ("mean", "p50", "p95", "p99")
+    if not values:
+        return dict.fromkeys(names)
+    return dict(zip(names, [float(np.mean(values)), *np.percentile(values, (50, 95, 99)).tolist()], strict=True))
 
 
 @contextmanager

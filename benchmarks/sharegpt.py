@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -31,9 +31,16 @@ import msgspec
 from rich.console import Console
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from benchmarks.machine import machine, versions
-from benchmarks.report import make_parser, make_table, no_traceback, output_file, settings, whole_number, write_json
-from benchmarks.stats import distribution
+from benchmarks.report import (
+    distribution,
+    make_parser,
+    make_table,
+    no_traceback,
+    output_file,
+    settings,
+    whole_number,
+    write_json,
+)
 from harness.engine import SGLangServer, hicache_args
 from harness.metrics import Traffic, kvfetch_traffic, read_metric
 from harness.models import make_tiny_llama
@@ -285,7 +292,7 @@ def run(
         "failures": load.errors.total(),
         "errors": load.errors,
         "cached_tokens": cached,
-        **{key: asdict(distribution(values)) for key, values in times.items()},
+        **{key: distribution(values) for key, values in times.items()},
         "requests_per_s": len(answers) / duration_s,
         "wire_bytes": traffic.wire_bytes,
         "raw_bytes": traffic.raw_bytes,
@@ -315,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for error, count in row["errors"].items():
             console.print(f"{row['name']}: {count} x {error}", style="red", markup=False)
     if args.json:
-        write_json(args.json, {**settings(args), "machine": machine(), "versions": versions(), "runs": found})
+        write_json(args.json, {**settings(args), "runs": found})
         console.print(f"wrote {args.json}")
     return 1 if any(row["failures"] for row in found) else 0
 

@@ -35,19 +35,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import fast_dtype, machine, versions
+from benchmarks.machine import fast_dtype
 from benchmarks.real_model import prose, real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
-from benchmarks.report import (
-    COLOURS,
-    figure,
-    make_parser,
-    make_table,
-    no_traceback,
-    whole_number,
-    whole_numbers,
-    write_json,
-)
+from benchmarks.report import make_parser, make_table, no_traceback, whole_numbers, write_json
 from harness.engine import SGLangServer, device_args, free_port, hicache_args
 from harness.metrics import kvfetch_traffic, wait_until_written
 from harness.store_process import StoreProcess
@@ -119,70 +110,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     with no_traceback():
-        model, profile = _model_and_profile(args)
+        if args.model and not args.profile:
+            raise ConfigError("--model needs --profile")
+        model, profile = args.model or real_model(), args.profile or real_profile()
         prompts = _make_prompts(model, args)
     rows: list[Row] = []
     for name, config in methods(profile).items():
         if args.methods and name not in args.methods:
             continue
         console.print(f"{name}: starting SGLang, which computes and stores every prompt")
-        for row in _measure(name, config, _MODES[args.mode], model, prompts, args.gbps, args.page_size):
+        for row in _measure(name, config, _MODES[args.mode], model, prompts, args.gbps):
             what = f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps"
             console.print(f"{what}: {row.p50_s:.2f} s, the first {row.first_s:.2f} s")
             rows.append(row)
     console.print(_table(rows))
     if args.json:
-        write_json(
-            args.json,
-            {
-                "benchmark": "ttft",
-                "mode": args.mode,
-                "page_size": args.page_size,
-                "model": str(model),
-                "profile": profile.name,
-                "dtype": fast_dtype(),
-                "rows": [row.as_json() for row in rows],
-                "machine": machine(),
-                "versions": versions(),
-            },
-        )
+        about = {"benchmark": "ttft", "mode": args.mode, "model": str(model), "profile": profile.name}
+        write_json(args.json, {**about, "dtype": fast_dtype(), "rows": [row.as_json() for row in rows]})
         console.print(f"wrote {args.json}")
-        plot = args.json.with_suffix(".png")
-        plot_rows(plot, rows, f"{model.name} on {machine()['cores']} CPU cores")
-        console.print(f"wrote {plot}")
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.ttft", __doc__)
     parser.add_argument("--mode", choices=_MODES, default="device")
-    _add_model_arguments(parser)
+    parser.add_argument("--model", type=Path, help="a model's directory; else the real model; needs --profile")
+    parser.add_argument("--profile", type=Path, help="that model's profile by kvfetch calibrate; else the real model's")
+    parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
+    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
     parser.add_argument("--tokens", type=whole_numbers, default="1024,2048,4096", help="prompt lengths")
     parser.add_argument("--gbps", type=_numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
     parser.add_argument("--prompts", type=int, default=3, help="number per length")
-    parser.add_argument("--page-size", type=whole_number, default=_PAGE_SIZE, help="in tokens (default: %(default)s)")
     parser.add_argument("--methods", help="names, separated by commas; else all")
-    parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     known = methods(Path())
     args.methods = args.methods.split(",") if args.methods else []
     if unknown := set(args.methods) - set(known):
         parser.error(f"--methods: {', '.join(sorted(unknown))} is unknown; known are {'; '.join(known)}")
     return args
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="a model's directory; else the real model; needs --profile")
-    parser.add_argument("--profile", type=Path, help="that model's profile by kvfetch calibrate; else the real model's")
-    parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
-    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
-
-
-def _model_and_profile(args: argparse.Namespace) -> tuple[Path, Path]:
-    """Return the model and its profile. Raises ConfigError."""
-    if args.model and not args.profile:
-        raise ConfigError("--model needs --profile")
-    return args.model or real_model(), args.profile or real_profile()
 
 
 def _numbers(text: str) -> list[float]:
@@ -209,13 +175,12 @@ def _measure(
     model: Path,
     prompts: dict[int, list[list[int]]],
     links: Sequence[float],
-    page_size: int,
 ) -> Iterator[Row]:
     port, longest = free_port(), max(prompts)
 
     def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", fast_dtype(), "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
-        flags += ["--page-size", str(page_size)]
+        flags += ["--page-size", str(_PAGE_SIZE)]
         if config is not None:
             limited = config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
             flags += make_flags(f"http://127.0.0.1:{port}", **limited)
@@ -224,7 +189,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
         if config is not None:
             with StoreProcess(folder, port=port), launch("read_write") as server:
-                _store_all(server, [prompt for several in prompts.values() for prompt in several], page_size)
+                _store_all(server, [prompt for several in prompts.values() for prompt in several])
         with launch("read_only") as server:
             with StoreProcess(folder, port=port):
                 for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
@@ -240,11 +205,11 @@ def _measure(
                         yield _ask(server, name, length, several, gbps)
 
 
-def _store_all(server: SGLangServer, prompts: Sequence[list[int]], page_size: int) -> None:
+def _store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
     num_pages = 0
     for prompt in prompts:
         server.generate(input_ids=prompt, max_new_tokens=1)
-        num_pages += len(prompt) // page_size
+        num_pages += len(prompt) // _PAGE_SIZE
         wait_until_written(server, num_pages, timeout_s=2 * _TIMEOUT_S)
 
 
@@ -283,25 +248,6 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _by_length(row: Row) -> int:
     return row.prompt_tokens
-
-
-def plot_rows(path: Path, rows: Sequence[Row], subtitle: str) -> None:
-    """Plot the time to first token over the link's speed, both logarithmic, with one panel per prompt length."""
-    lengths, names = sorted({row.prompt_tokens for row in rows}), list(dict.fromkeys(row.method for row in rows))
-    size = (4.2 * len(lengths), 4.4)
-    title = f"Time to first token\n{subtitle}"
-    with figure(path, title, columns=len(lengths), figsize=size, sharey=True) as (_, (panels,)):
-        for axes, length in zip(panels, lengths, strict=True):
-            for name, colour in zip(names, COLOURS, strict=False):
-                line = sorted((r.gbps, r.p50_s, r.p95_s) for r in rows if (r.method, r.prompt_tokens) == (name, length))
-                gbps, middles, tops = zip(*line, strict=True)
-                axes.plot(gbps, middles, ":" if name == _COMPUTING else "-", color=colour, label=name, lw=2)
-                axes.fill_between(gbps, middles, tops, color=colour, alpha=0.15, lw=0)
-            axes.set(xscale="log", yscale="log", xlabel="link (Gbps)", title=f"{length:,} tokens")
-            axes.set_xticks(gbps, [f"{g:g}" for g in gbps], minor=False)
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("TTFT (s), p50; shaded up to p95")
-        panels[-1].legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine, versions
 from benchmarks.processes import usage
 from benchmarks.report import write_json
 from harness.store_process import StoreProcess
@@ -156,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 table.add_row(codec, kind, str(number), f"{each.raw_mb_per_s:.0f}", *(f"{x:.2f}" for x in cpu_s))
     Console().print(table)
     if args.json:
-        write_json(args.json, {"writes": rows, "machine": machine(), "versions": versions()})
+        write_json(args.json, {"writes": rows})
     return 0
 
 

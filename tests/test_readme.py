@@ -116,7 +116,7 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_commands() -> None:
-    """`scripts/test` runs this test, and tests/benchmarks/test_smoke_sglang.py runs the demo."""
+    """`scripts/test` runs this test, and tests/benchmarks/test_smoke.py runs the demo."""
     commands = [line.partition("#")[0].split() for line in TWO_COMMANDS.splitlines()]
     assert commands == [["scripts/demo"], ["scripts/test"]]
     for (script,) in commands:

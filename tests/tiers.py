@@ -45,7 +45,6 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/benchmarks/test_gpu_check.py",
         "tests/benchmarks/test_gpu_server.py",
         "tests/benchmarks/test_smoke.py",
-        "tests/benchmarks/test_smoke_sglang.py",
         "tests/benchmarks/test_soak.py",
         "tests/e2e/test_encode_kill.py",
         "tests/e2e/test_data_plane.py::test_a_store_that_is_killed_costs_hits_and_no_answer",
@@ -68,7 +67,7 @@ RELEASE: dict[str, tuple[str, ...]] = {
 # other files are left, but for `tests/e2e`.
 SLOW = {
     "tests": "blocks",
-    "tests/benchmarks/codec": "figures",
+    "tests/benchmarks": "codec",
     "tests/codec/bitstream": "ans ladder nvdec surfaces",
     "tests/codec/calibrate": "addend calibrate layer_map layers packed pools",
     "tests/codec/container": "bounds encryption segment sides",

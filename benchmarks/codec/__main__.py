@@ -7,34 +7,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.codec.kv_model import KVModel, windows_of
-from benchmarks.codec.measure import Measured, measure
-from benchmarks.codec.method import Method
-from benchmarks.codec.methods import all_methods, select
-from benchmarks.codec.report import make_report, plot_rates, print_report
-from benchmarks.codec.segments import PAGE_TOKENS
-from benchmarks.report import (
-    make_parser,
-    no_traceback,
-    output_file,
-    settings,
-    whole_number,
-    write_json,
-)
+from benchmarks.codec.measure import Estimate, Row, measure
+from benchmarks.codec.methods import KV_DTYPE, PAGE_TOKENS, all_methods, select
+from benchmarks.report import make_parser, make_table, no_traceback, output_file, settings, whole_number, write_json
 from sgl_kvfetch.codec.calibrate.text import fractions_of
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts, text_digest
 
-_WIDTH = 140  # wide enough that no row wraps
+_WIDTH = 120  # wide enough that no row wraps
+_COLUMNS = ("method", "bits per value", "ratio", "KL (nats)", "change of NLL", "same top token")
+_TITLE = "All bytes counted; ± is a 95% confidence interval over the windows"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,47 +39,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _benchmark(args: argparse.Namespace, console: Console) -> None:
-    started_s = time.monotonic()
     profile = load_profile(args.profile) if args.profile else None
     methods = select(all_methods(profile), args.methods)
-    texts = read_texts(args.text)
-    model = KVModel(args.model, device=_device(args.device))
+    model = KVModel(args.model)
     if profile is not None:
         _require_profile_of(profile, model)
     length = args.context + args.continuation + 1  # the last is only predicted
-    windows = windows_of(model, texts, args.part, args.windows, length)
-    measured = _measure(model, windows, methods, args.context)
-    if not measured.rows:
-        raise ConfigError(f"nothing was measured: {'; '.join(map(': '.join, measured.left_out.items()))}")
-    print_report(measured, console)
-    if profile is not None and _was_calibrated_on(profile, args.text, args.part):
-        note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
-        console.print(note, style="yellow", markup=False)
-    if args.json:
-        write_json(args.json, make_report(measured, settings(args), model.device, time.monotonic() - started_s))
-        console.print(f"wrote {args.json}")
-    if args.plot:
-        subtitle = (
-            f"{Path(args.model).name} on {args.text.name}: {args.windows} windows, "
-            f"{args.context:,} tokens of context, {args.continuation:,} of continuation"
-        )
-        plot_rates(args.plot, measured.rows, subtitle)
-        console.print(f"wrote {args.plot}")
-
-
-def _measure(
-    model: KVModel,
-    windows: Sequence[torch.Tensor],
-    methods: Sequence[Method],
-    context: int,
-) -> Measured:
+    windows = windows_of(model, read_texts(args.text), args.part, args.windows, length)
     with tqdm(total=len(windows) * len(methods), unit="run", disable=not sys.stderr.isatty()) as bar:
 
         def on_step(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()
 
-        return measure(model, windows, context, methods, on_step)
+        nll, rows = measure(model, windows, args.context, methods, on_step)
+    console.print(make_table(_TITLE, _COLUMNS, map(_cells, rows)))
+    console.print(f"NLL after exact KV: {nll.mean:.4f} nats per token")
+    if profile is not None and _was_calibrated_on(profile, args.text, args.part):
+        note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
+        console.print(note, style="yellow", markup=False)
+    if args.json:
+        about = {"benchmark": "codec", "config": settings(args), "nll": nll.mean}
+        write_json(args.json, {**about, "rows": [_row_json(row) for row in rows]})
+        console.print(f"wrote {args.json}")
+
+
+def _cells(row: Row) -> list[str]:
+    figures = row.kl.show(".2e"), row.dnll.show("+.5f", ".5f"), row.top1.show(".2%")
+    return [row.name, row.bits_per_value.show(".3f"), f"{_ratio(row):.2f}", *figures]
+
+
+def _ratio(row: Row) -> float:
+    return KV_DTYPE.itemsize * 8 / row.bits_per_value.mean
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    """Return the row as JSON. ``..._ci`` is ``[low, high]``, or null for a single window. ``samples``: its windows."""
+    shown = {"name": row.name, "ratio": _ratio(row), "samples": [asdict(sample) for sample in row.samples]}
+    for name, value in vars(row).items():
+        if isinstance(value, Estimate):
+            shown |= {name: value.mean, f"{name.removesuffix('_per_value')}_ci": value.interval}
+    return shown
 
 
 def _require_profile_of(profile: Profile, model: KVModel) -> None:
@@ -106,52 +98,34 @@ def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
     return text_digest(text) in profile.calibration.text and first < other_end and other_first < end
 
 
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as e:
-        raise ConfigError(f"--device {name}: {str(e).splitlines()[0]}") from e
-    return name
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.codec", __doc__)
-    data = parser.add_argument_group("what to encode")
-    data.add_argument("--model", required=True, metavar="PATH", help="a model for transformers, which runs in float32")
-    data.add_argument(
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="a model for transformers, which runs in float32"
+    )
+    parser.add_argument(
         "--text", required=True, type=Path, metavar="FILE", help=".jsonl: lines with 'prompt'; any other: plain text"
     )
-    data.add_argument(
+    parser.add_argument(
         "--part",
         default="0:1",
         metavar="FROM:TO",
-        help="the part of each text to use, in fractions; avoid the part used for calibration",
+        help="of each text, in fractions; avoid the calibration's",
     )
-    data.add_argument("--windows", type=whole_number, default=10, metavar="N", help="how many")
-    data.add_argument(
+    parser.add_argument("--windows", type=whole_number, default=10, metavar="N", help="how many")
+    parser.add_argument(
         "--context", type=whole_number, default=1024, metavar="TOKENS", help=f"encoded; a multiple of {PAGE_TOKENS}"
     )
-    data.add_argument(
-        "--continuation",
-        type=whole_number,
-        default=512,
-        metavar="TOKENS",
-        help="following tokens, for which distributions are compared",
+    parser.add_argument(
+        "--continuation", type=whole_number, default=512, metavar="TOKENS", help="that follow, and are predicted"
     )
-    data.add_argument("--device", default="auto", help="for the model: cpu, cuda, ...")
-    how = parser.add_argument_group("how to encode it")
-    how.add_argument("--methods", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*'; else all")
-    how.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", type=output_file, metavar="FILE", help="where to write all figures")
-    out.add_argument("--plot", type=output_file, metavar="FILE", help="where to write the PNG; else beside --json")
+    parser.add_argument("--methods", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*'; else all")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="where to write all figures")
     args = parser.parse_args(argv)
     if args.context % PAGE_TOKENS:
         parser.error(f"--context is {args.context}; expected a multiple of {PAGE_TOKENS}, the page size")
     args.methods = args.methods.split(",") if args.methods else []
-    args.plot = args.plot or (args.json.with_suffix(".png") if args.json else None)
     return args
 
 

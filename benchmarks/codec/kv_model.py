@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import whole_number
 from sgl_kvfetch.codec.calibrate.layers import cached_latent, latent_kv
 from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
@@ -22,9 +19,9 @@ class KVModel:
     is the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector.
     """
 
-    def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        """Load a model. ``path``: anything that transformers loads. float32 keeps rounding errors of the model itself
-        out of small divergences.
+    def __init__(self, path: str) -> None:
+        """Load a model. ``path``: anything that transformers loads. It runs in float32, which keeps rounding errors of
+        the model itself out of small divergences.
 
         Raises ConfigError if nothing can be loaded, UnsupportedError if the attention has no plain K and V.
         """
@@ -36,13 +33,12 @@ class KVModel:
             ) from e
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         except (OSError, ValueError) as e:
             raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
         self.path = path
-        self.device = device
         self.start = prompt_start(self.tokenizer)
-        self.model = model.eval().requires_grad_(False).to(device)
+        self.model = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
         self._is_mla = getattr(self.config, "kv_lora_rank", None) is not None
         k, v = self.kv(torch.zeros(1, dtype=torch.long))
@@ -60,7 +56,7 @@ class KVModel:
 
         cache = DynamicCache()  # the model's own keeps the last tokens alone where a layer has a sliding window
         try:
-            self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.model(ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
         except (IndexError, ValueError) as e:  # there is no place for states of another kind
             raise UnsupportedError(f"{self.path}: its cache holds more than keys and values: {e}") from e
         layers = cache.layers
@@ -80,22 +76,11 @@ class KVModel:
         cache = DynamicCache()
         if self._is_mla:
             k, v = cached_latent(k, v, self.config)
-        dtype = self.model.dtype
         for layer in range(k.shape[1]):
-            pair = (x[:, layer].transpose(0, 1)[None].to(self.device, dtype).contiguous() for x in (k, v))
+            pair = (x[:, layer].transpose(0, 1)[None].float().contiguous() for x in (k, v))
             cache.update(*pair, layer)
-        logits = self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True).logits[0]
+        logits = self.model(ids[None], past_key_values=cache, use_cache=True).logits[0]
         return torch.log_softmax(logits.float(), -1)
-
-
-def add_window_arguments(parser: argparse.ArgumentParser, part: str) -> None:
-    """Add the arguments for a model, its profile, and the windows of a text whose KV cache is coded. ``part``: the
-    default of --part."""
-    parser.add_argument("--model", required=True, help="any transformers path")
-    parser.add_argument("--profile", type=Path, required=True, help="the model's, by kvfetch calibrate")
-    parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
-    parser.add_argument("--part", default=part, help="the part of it to code")
-    parser.add_argument("--context", type=whole_number, default=1024, help="tokens of a window")
 
 
 def windows_of(model: KVModel, texts: Sequence[str], part: str, count: int, length: int) -> list[torch.Tensor]:

@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.codec.kv_model import KVModel
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method
-from benchmarks.stats import Estimate, estimate
-from sgl_kvfetch.errors import QuantiseError, UnsupportedError
+from benchmarks.codec.methods import KV_DTYPE, Method
 
 _ROWS_AT_ONCE = 64  # bounds the memory for distributions in float64
+# Student's t, 97.5%, by degrees of freedom from 1.
+_T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of independent values. ``margin``: half its 95% confidence interval, by Student's t; None if there was
+    only one value."""
+
+    mean: float
+    margin: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        mean, degrees = statistics.fmean(values), len(values) - 1
+        if not degrees:
+            return cls(mean, None)
+        t = _T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.45 / degrees
+        return cls(mean, t * statistics.stdev(values) / math.sqrt(len(values)))
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.margin is None else (self.mean - self.margin, self.mean + self.margin)
+
+    def show(self, form: str, margin_form: str | None = None) -> str:
+        """Return the mean, and the margin unless it rounds to 0."""
+        margin = "" if self.margin is None else f"{self.margin:{margin_form or form}}"
+        return f"{self.mean:{form}}{f' ± {margin}' if margin.strip('+-0.e%') else ''}"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One method on one window. ``kl``, ``dnll``, ``top1``: as in ``Row``, means over the continuation's tokens."""
+    """One method on one window: means over the continuation's tokens.
 
-    coded_bytes: int
+    ``kl``: nats, from the distribution after exact KV to the one after restored KV. ``dnll``: additional nats per
+    token, compared with exact KV. ``top1``: share of tokens with equal top predictions.
+    """
+
     bits_per_value: float
-    encode_s: float
-    decode_s: float
     kl: float
     dnll: float
     top1: float
@@ -30,26 +62,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all windows. Speeds are in megabytes (10^6) of raw bfloat16 per second."""
+    """One method over all windows."""
 
     name: str
-    family: str
-    bits_per_value: Estimate
-    ratio: float  # bfloat16's bits divided by this method's
-    kl: Estimate  # nats, from the distribution after exact KV to the one after restored KV
-    dnll: Estimate  # additional nats per token, compared with exact KV
-    top1: Estimate  # share of tokens with equal top predictions
-    encode_mb_s: float
-    decode_mb_s: float
     samples: Sequence[Sample]
-
-
-@dataclass(frozen=True)
-class Measured:
-    shape: KVShape  # of one window
-    nll: Estimate  # after exact KV
-    rows: tuple[Row, ...]
-    left_out: dict[str, str]  # methods that cannot encode this model's KV, and why
+    bits_per_value: Estimate
+    kl: Estimate
+    dnll: Estimate
+    top1: Estimate
 
 
 def measure(
@@ -58,48 +78,30 @@ def measure(
     context_tokens: int,
     methods: Sequence[Method],
     on_step: Callable[[str], None] = lambda name: None,
-) -> Measured:
-    """Encode and restore the KV of each window's context with each method, and let the model continue from it.
+) -> tuple[Estimate, list[Row]]:
+    """Encode and restore the KV of each window's context with each method, and let the model continue from it. Return
+    the negative log likelihood after exact KV, and a row a method.
 
     ``windows``: ``(context_tokens + continuation + 1,)`` ids. The reference is the model's KV of the context, rounded
     to bfloat16, so a lossless method has a KL of 0. ``on_step`` gets the name of each method before it runs on a
-    window. A method that cannot encode this KV is left out.
+    window.
     """
     samples: dict[str, list[Sample]] = {method.name: [] for method in methods}
-    shape: KVShape | None = None
     nlls = []
-    left_out: dict[str, str] = {}
     for ids in windows:
         context, continuation, following = ids[:context_tokens], ids[context_tokens:-1], ids[context_tokens + 1 :]
         k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(context))
-        shape = KVShape.of(k, v)
         exact = _continue(model, k, v, continuation)
         reference, exact_nll = _Reference(exact), _nll(exact, following)
         nlls.append(exact_nll)
         for method in methods:
             on_step(method.name)
-            if method.name in left_out:
-                continue
-            try:
-                coded = method.code(k, v)
-            except (UnsupportedError, QuantiseError) as e:
-                left_out[method.name] = str(e)
-                continue
+            coded = method.code(k, v)
             restored = _continue(model, coded.k, coded.v, continuation)
-            samples[method.name].append(
-                Sample(
-                    coded.num_bytes,
-                    coded.bits_per_value,
-                    coded.encode_s,
-                    coded.decode_s,
-                    reference.kl(restored),
-                    _nll(restored, following) - exact_nll,
-                    float((exact.argmax(1) == restored.argmax(1)).double().mean()),
-                )
-            )
-    assert shape is not None
-    rows = tuple(_row(m, samples[m.name], shape) for m in methods if m.name not in left_out)
-    return Measured(shape, estimate(nlls), rows, left_out)
+            top1 = float((exact.argmax(1) == restored.argmax(1)).double().mean())
+            change = _nll(restored, following) - exact_nll
+            samples[method.name].append(Sample(coded.bits_per_value, reference.kl(restored), change, top1))
+    return Estimate.of(nlls), [_row(name, found) for name, found in samples.items()]
 
 
 @torch.no_grad()
@@ -128,18 +130,6 @@ class _Reference:
         return sum(float(p.flatten() @ q.double().flatten()) for p, q in pairs) / len(log_probabilities)
 
 
-def _row(method: Method, samples: Sequence[Sample], shape: KVShape) -> Row:
-    bits = estimate([s.bits_per_value for s in samples])
-    raw_mb = shape.raw_bytes * len(samples) / 1e6
-    return Row(
-        name=method.name,
-        family=method.family,
-        bits_per_value=bits,
-        ratio=KV_DTYPE.itemsize * 8 / bits.mean,
-        kl=estimate([s.kl for s in samples]),
-        dnll=estimate([s.dnll for s in samples]),
-        top1=estimate([s.top1 for s in samples]),
-        encode_mb_s=raw_mb / sum(s.encode_s for s in samples),
-        decode_mb_s=raw_mb / sum(s.decode_s for s in samples),
-        samples=samples,
-    )
+def _row(name: str, samples: Sequence[Sample]) -> Row:
+    columns = zip(*((x.bits_per_value, x.kl, x.dnll, x.top1) for x in samples), strict=True)
+    return Row(name, samples, *map(Estimate.of, columns))

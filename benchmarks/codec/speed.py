@@ -18,15 +18,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.codec.kv_model import KVModel, add_window_arguments, windows_of
-from benchmarks.codec.ours import QuantisedCell, in_range, quantised_cells
-from benchmarks.machine import machine, versions
+from benchmarks.codec.kv_model import KVModel, windows_of
+from benchmarks.codec.methods import in_range
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.registry import get_codec, resolution_for
 from sgl_kvfetch.codec.layout.frames import region_layout
-from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.plane.store import RESOLUTION
@@ -53,7 +52,10 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.codec.speed", __doc__)
-    add_window_arguments(parser, part="0:0.5")
+    parser.add_argument("--model", required=True, help="any transformers path")
+    parser.add_argument("--profile", type=Path, required=True, help="the model's, by kvfetch calibrate")
+    parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")
+    parser.add_argument("--context", type=whole_number, default=1024, help="tokens, from the text's first half")
     parser.add_argument("--rounds", type=whole_number, default=3, help="the fastest of these counts, for each cell")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
@@ -62,19 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ("target KL", "codec", "bits per value", "decode", "encode", "decode and restore", "quantise and encode")
     Console().print(make_table("MB/s of raw KV, one thread", columns, map(_cells, rows)))
     if args.json:
-        report = {"benchmark": "codec.speed", "config": settings(args), "machine": machine(), "versions": versions()}
-        write_json(args.json, report | {"rows": [asdict(row) for row in rows]})
+        report = {"benchmark": "codec.speed", "config": settings(args), "rows": [asdict(row) for row in rows]}
+        write_json(args.json, report)
     return 0
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     model, profile = KVModel(args.model), load_profile(args.profile)
-    (ids,) = windows_of(model, read_texts(args.text), args.part, 1, args.context)
+    (ids,) = windows_of(model, read_texts(args.text), "0:0.5", 1, args.context)
     values = CellValues(*(x.bfloat16() for x in model.kv(ids)))
     torch.set_num_threads(1)
     for target_kl in in_range(profile, TARGET_KLS):
         quantiser = KltQuantiser(profile, target_kl)
-        cells = list(quantised_cells(values, quantiser))
+        grid, cells = profile.grid, []
+        for group, block in grid.cells():
+            place = CellPlace(grid.layers(group), grid.heads(block), range(len(values.k)))
+            cell = CellValues(*(x.contiguous() for x in values.cell(place.layers, place.heads)))
+            cells.append((place, cell, quantiser.quantise(cell, place)))
         for name, codec in CODECS.items():
             yield _row(target_kl, name, codec, quantiser, cells, args.rounds)
 
@@ -84,7 +90,7 @@ def _row(
     name: str,
     codec: Codec,
     quantiser: KltQuantiser,
-    cells: Sequence[QuantisedCell],
+    cells: Sequence[tuple[CellPlace, CellValues, Quantised]],
     rounds: int,
 ) -> Row:
     raw_bytes = coded_bytes = 0

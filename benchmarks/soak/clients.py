@@ -9,7 +9,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -80,8 +80,8 @@ class Client:
         self._names = list(world.segments)
         self._store: AdminStore = HttpStore(f"http://127.0.0.1:{port}", options=HttpOptions(timeout_s=TIMEOUT_S))
 
-    async def run(self, stop: asyncio.Event, left_out: Collection[str] = ()) -> None:
-        weights = [weight * (name not in left_out) for name, (weight, _) in _OPERATIONS.items()]
+    async def run(self, stop: asyncio.Event) -> None:
+        weights = [weight for weight, _ in _OPERATIONS.values()]
         try:
             for number in itertools.count():
                 if stop.is_set():
@@ -228,7 +228,6 @@ _OPERATIONS: dict[str, tuple[int, Callable[[Client], Awaitable[str]]]] = {  # wi
     "upload broken off": (2, Client._break_off_upload),
     "read broken off": (1, Client._break_off_read),
 }
-OPERATIONS = tuple(_OPERATIONS)
 
 
 async def read_slowly(number: int, port: int, world: World, ledger: Ledger, stop: asyncio.Event, seed: int) -> None:

@@ -1,48 +1,140 @@
-"""A small run of each benchmark that needs no SGLang server: it ends, and writes figures that make sense."""
+"""A small run of each benchmark's command: it ends well, and writes all figures."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import data_plane, restoring, writing
+from benchmarks import demo, restoring
 from benchmarks.real_model import prose
-from benchmarks.soak.__main__ import main as soak
-from tests.benchmarks.conftest import Run
+from harness.engine import Generation
+from tests.codec.quant.profiles import make_profile
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_data_plane(run: Run) -> None:
-    coded = run(data_plane.main, "--tokens", 256, "--rounds", 2)["coded"]
-    assert coded["num_cells"] == 11 * 4
-    assert 256 * 32 * 8 * 256 * 1 / 8 < coded["wire_bytes"] < 256 * 32 * 8 * 256 * 2 / 8
-    assert all(figure > 0 for each in coded["rounds"] for name, figure in each.items() if name.endswith("_s"))
+class Case(NamedTuple):
+    """``keys``: of the JSON. ``row_keys``: of the objects in its list, if there is one."""
+
+    module: str
+    arguments: str
+    keys: str
+    row_keys: str = ""
 
 
-@pytest.mark.slow
-def test_writing(run: Run) -> None:
-    rows = run(writing.main, "--tokens", 256, "--layers", 2, "--rounds", 2)["writes"]
-    assert [(row["codec"], row["round"]) for row in rows] == [("ans", 1), ("ans", 2), ("raw", 1), ("raw", 2)]
-    assert all(row["raw_mb_per_s"] > 0 and row["data_plane_cpu_s_per_gb"] > 0 for row in rows)
+CASES = [
+    Case(
+        "codec.__main__",
+        "--model {model} --text {text} --windows 2 --context 128 --continuation 16 --profile {profile}"
+        " --methods exact/zstd,cachegen-16/2048,klt-0.001/ans,klt/levels-*",
+        "benchmark config nll rows",
+        "name ratio samples bits_per_value bits_ci kl kl_ci dnll dnll_ci top1 top1_ci",
+    ),
+    Case(
+        "codec.speed",
+        "--model {model} --text {text} --profile {profile} --context 128 --rounds 1",
+        "benchmark config rows",
+        "target_kl codec bits decode_mb_s encode_mb_s restore_mb_s quantise_mb_s",
+    ),
+    Case("data_plane", "--tokens 256 --rounds 1", "tokens coded"),
+    Case(
+        "writing",
+        "--tokens 256 --layers 2 --rounds 1",
+        "writes",
+        "codec values round raw_mb_per_s engine_cpu_s_per_gb data_plane_cpu_s_per_gb store_cpu_s_per_gb",
+    ),
+    Case(
+        "soak.__main__",
+        "--minutes 0.4 --clients 8 --slow-readers 8 --capacity 32 --orphan-age 5 --longest-lookup 20",
+        "outcomes disturbances lookup_s most_disk_bytes growth verified problems samples",
+        "at_s pid rss_bytes peak_rss_bytes open_files disk_bytes",
+    ),
+    Case(
+        "ttft",
+        "--model {model} --profile none --text {text} --part 0:1 --tokens 512 --gbps 0.1 --prompts 2"
+        " --methods 'computing,raw reuse'",
+        "benchmark mode model profile dtype rows",
+        "method prompt_tokens gbps ttft_s wire_bytes cached_tokens",
+    ),
+    Case(
+        "sharegpt",
+        "--dataset {dataset} --backends none,kvfetch --turns 2 --max-input-tokens 256 --max-new-tokens 4",
+        "dataset runs",
+        "name requests failures errors cached_tokens ttft_s tpot_s e2e_s requests_per_s wire_bytes raw_bytes"
+        " prompts_digest same_answers_as_first_run",
+    ),
+    Case(
+        "sessions",
+        "--turns 4 --tokens 200 --pause 0.1 --store http --mode host --replicas 2",
+        "benchmark settings rows",
+        "mode replicas store answers unique_bytes sent received disk hits turn_s computed_s fetched_s fetched_tokens"
+        " problems",
+    ),
+    Case(
+        "sessions",
+        "--turns 4 --tokens 200 --pause 0.1 --store http --mode device --replicas 1 --kill",
+        "benchmark settings rows",
+        "mode replicas store answers fetched_tokens problems",
+    ),
+    Case("soak.engines", "--minutes 0.4 --longest 200", "requests faults problems memory"),
+]
+STARTS_SGLANG = ("ttft", "sharegpt", "sessions", "soak.engines")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.module, marks=pytest.mark.sglang if case.module in STARTS_SGLANG else ())
+        for case in CASES
+    ],
+)
+def test_a_small_run_writes_all_figures(case: Case, tiny_llama: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("text", "profile", "dataset")}
+    files["text"].write_text(" ".join(f"w{3 + i * i % 250}" for i in range(4000)))  # which the tokenizer knows
+    make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(files["profile"])
+    said = [[("human", f"{i} {j} " + "word " * 100), ("gpt", "so be it")] for i in range(2) for j in range(2)]
+    dialogues = [[{"from": role, "value": text} for role, text in (*a, *b)] for a, b in (said[:2], said[2:])]
+    files["dataset"].write_text(json.dumps([{"conversations": each} for each in dialogues]))
+    arguments, written = shlex.split(case.arguments.format(model=tiny_llama, **files)), tmp_path / "out.json"
+    assert importlib.import_module(f"benchmarks.{case.module}").main([*arguments, "--json", str(written)]) == 0
+    content = json.loads(written.read_text())
+    assert content.keys() >= {*case.keys.split(), "machine", "versions"}
+    rows = content[case.keys.split()[-1]] if case.row_keys else []
+    assert all(row.keys() == {*case.row_keys.split()} for row in rows)
+    assert rows or not case.row_keys
 
 
 def test_restoring() -> None:
-    bytes_s, share = restoring.measure("exact", "ans", 16, 1)
-    assert bytes_s > 0
-    assert 0.6 < share < 0.7
+    assert restoring.main(["--pages", "16", "--rounds", "1"]) == 0
 
 
-@pytest.mark.slow
-def test_soak(run: Run) -> None:
-    sizes = ["--minutes", 0.4, "--clients", 8, "--slow-readers", 8, "--capacity", 32, "--orphan-age", 5]
-    found = run(soak, *sizes, "--longest-lookup", 20)
-    assert found["problems"] == []
-    assert found["disturbances"]["killed"] > 0
-    assert found["disturbances"]["full"] > 0
-    for operation, result in (("read", "hit"), ("write", "done"), ("replace", "done"), ("delete", "done")):
-        assert found["outcomes"][operation][result] > 0
+@pytest.mark.sglang
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the real model, a random one stands in."""
+    monkeypatch.setattr(demo, "is_available", lambda: False)
+    picture, recording = tmp_path / "demo.png", tmp_path / "demo.svg"
+    assert demo.main(["--link-gbps", "0.2", "--picture", str(picture), "--recording", str(recording)]) == 0
+    assert "small random model is used" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert recording.read_text().count("animation: appear") > 15
+
+
+@pytest.mark.parametrize(
+    ("text", "cached_tokens", "code"), [("It is tulip.", 96, 0), ("It is rose.", 96, 1), ("It is tulip.", 16, 1)]
+)
+def test_the_demo_fails_by_answers_and_reuse(text: str, cached_tokens: int, code: int) -> None:
+    subject = demo.Subject("a model", Path("model"), [1] * 100, "What is it?", "tulip", {}, [])
+    right = Generation("It is tulip.", [1, 2], [], 96, {}, 1.0, {})
+    fetched = Generation(text, [1, 2], [], cached_tokens, {}, 1.0, {})
+    raw, ours = (demo.Run(right, [each], 1) for each in (right, fetched))
+    assert demo._judge(Console(quiet=True), subject, raw, ours) == code
 
 
 def test_real_model(real_model: Path) -> None:

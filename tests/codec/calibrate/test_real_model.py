@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.codec.baselines.cachegen import CacheGen
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
-from benchmarks.codec.segments import SegmentMethod
+from benchmarks.codec.methods import CacheGen, SegmentMethod
 from benchmarks.real_model import prose
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
@@ -56,8 +55,8 @@ def test_the_default_is_within_reach(profile: Profile) -> None:
 
 def test_half_of_cachegens_bits_do_better_than_cachegen(model: KVModel, tokens: torch.Tensor, profile: Profile) -> None:
     windows = cut_windows([tokens[len(tokens) // 2 :]], 2, CONTEXT + CONTINUATION + 1, model.start)
-    (theirs,) = measure(model, windows, CONTEXT, [CacheGen(32)]).rows
-    ours = SegmentMethod("klt", "ours", KltQuantiser(profile, theirs.kl.mean / 2), "hevc")
-    (row,) = measure(model, windows, CONTEXT, [ours]).rows
+    _, (theirs,) = measure(model, windows, CONTEXT, [CacheGen(32)])
+    ours = SegmentMethod("klt", KltQuantiser(profile, theirs.kl.mean / 2), "hevc")
+    _, (row,) = measure(model, windows, CONTEXT, [ours])
     assert row.kl.mean < theirs.kl.mean
     assert row.bits_per_value.mean < theirs.bits_per_value.mean / 2

@@ -1,0 +1,90 @@
+"""What the figures of `benchmarks.codec` count."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.codec.kv_model import KVModel
+from benchmarks.codec.measure import measure
+from benchmarks.codec.methods import CacheGen, Coded, Method, SegmentMethod
+from harness.models import make_tiny_mellum
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+
+CONTEXT, CONTINUATION = 64, 20
+
+
+class _Noisy(Method):
+    """Exact values in 3 bytes each, with noise on what comes back."""
+
+    name = "noisy"
+
+    def code(self, k: torch.Tensor, v: torch.Tensor) -> Coded:
+        torch.manual_seed(0)
+        noisy_k, noisy_v = ((x.float() + 0.3 * torch.randn(x.shape)).bfloat16() for x in (k, v))
+        return Coded(noisy_k, noisy_v, 3 * (k.numel() + v.numel()))
+
+
+def test_figures_are_those_of_the_whole_model(tiny_llama: Path) -> None:
+    """Against a forward pass over the whole window, without a cache, for the reference; and by hand for the rest."""
+    torch.manual_seed(5)
+    model, method = KVModel(str(tiny_llama)), _Noisy()
+    windows = [torch.randint(3, 2048, (CONTEXT + CONTINUATION + 1,)) for _ in range(2)]
+    nll, (row,) = measure(model, windows, CONTEXT, [method])
+    assert (row.bits_per_value.mean, row.bits_per_value.margin) == (24, 0)
+    nlls, kls, changes = [], [], []
+    for ids in windows:
+        with torch.no_grad():
+            logits = model.model(ids[None]).logits[0, CONTEXT:-1]
+        p = torch.log_softmax(logits.double(), -1)
+        nlls.append(float(-p.gather(1, ids[CONTEXT + 1 :, None]).mean()))
+        coded = method.code(*(x.bfloat16() for x in model.kv(ids[:CONTEXT])))
+        q = model.log_probabilities(coded.k, coded.v, ids[CONTEXT:-1]).double()
+        kls.append(float(torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")))
+        changes.append(float(-q.gather(1, ids[CONTEXT + 1 :, None]).mean()) - nlls[-1])
+    # The reference is of bfloat16 KV, the forward pass of float32.
+    assert nll.mean == pytest.approx(sum(nlls) / 2, rel=0.01)
+    assert row.kl.mean == pytest.approx(sum(kls) / 2, rel=0.1)
+    assert row.dnll.mean == pytest.approx(sum(changes) / 2, abs=0.05)
+
+
+def test_sliding_windows_keep_the_whole_context(tmp_path: Path) -> None:
+    """As SGLang's pool of a model with one pool does: the model's own cache keeps the last 16 tokens."""
+    model = KVModel(str(make_tiny_mellum(tmp_path, window=16)))
+    ids = torch.randint(3, 2048, (60,), generator=torch.Generator().manual_seed(0))
+    k, v = model.kv(ids[:40])
+    assert len(k) == len(v) == 40
+    with torch.no_grad():
+        expected = torch.log_softmax(model.model(ids[None]).logits[0, 40:].float(), -1)
+        torch.testing.assert_close(model.log_probabilities(k, v, ids[40:]), expected, rtol=1e-3, atol=1e-3)
+
+
+def _values(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn((2, num_tokens, 3, 2, 32), generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
+    return x[0], x[1]
+
+
+def test_all_that_a_writer_would_store_is_counted() -> None:
+    k, v = _values(192)
+    method = SegmentMethod("exact/zstd", make_quantiser("exact"), "zstd")
+    parts = list(method.encode(k, v))
+    assert all(decode_manifest(manifest).variants[0].size_bytes == len(data) for manifest, data in parts)
+    coded = method.code(k, v)
+    assert coded.num_bytes == sum(len(part) for pair in parts for part in pair)
+    assert torch.equal(coded.k, k)
+    assert torch.equal(coded.v, v)
+
+
+def test_all_that_lmcache_would_store_is_counted() -> None:
+    """Of values with one magnitude: each is in the lowest bin or in the highest, half of the time."""
+    signs = torch.ones((300, 3, 2, 32), dtype=torch.bfloat16)
+    signs[::2] = -1
+    coded = CacheGen(16).code(signs, signs)
+    assert torch.equal(coded.k, signs)
+    channels, rare = 3 * 2 * 32, math.log2(0xFFFF / (0xFFFF - 16)) + 1  # bits a symbol, of nearly half of the range
+    streams = sum(4 + math.ceil((tokens * rare + 1) / 8) for tokens in (256, 44))
+    assert coded.num_bytes == 2 * (2 * 3 * 300 + channels * (2 * 17 + streams))
