@@ -405,7 +405,7 @@ class Auditor:
         while self._suspects and not self.is_over:
             data_name, (hashes, reader) = next(iter(self._suspects.items()))
             self._finder.fetched(hashes, ())
-            self._fetcher.drop_kept(data_name)
+            self._fetcher.reads.drop_kept(data_name)
             stored = await self._store.get(reader.manifest.key.manifest_name)
             # Another server may have deleted it, and written it again.
             if stored is not None and data_name in decode_manifest(stored).data_names:

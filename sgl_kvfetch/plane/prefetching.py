@@ -3,7 +3,7 @@
 SGLang first asks how many pages there are (`messages.LookUp`), then finds room in its host pool, and then takes the
 pages in batches, prompt by prompt (`messages.FetchPages`), and side pages pool by pool (`messages.FetchSide`). So a
 lookup only begins to read bytes, as far as the budget allows, and leaves no state here: the finder remembers what was
-found, the fetcher what was read, and the order which prompt comes next. A fetch has two states:
+found, `UnitReader` what was read, and the order which prompt comes next. A fetch has two states:
 
 * **Under way**, with a task. It ends when all has come that comes. Then it is over, but for side pages that have come.
 * **Side pages lie in shared memory**, until they are released.
@@ -74,9 +74,9 @@ class Prefetcher:
         try:
             request = timeline.Request(command.request_id, command.traceparent)
             sources, usable = await self._prompts.find(command, hashes, request, len(hashes))
-            cost, fetcher = self._client.fetcher.cost(sources), self._client.fetcher
+            cost = self._client.fetcher.cost(sources)
             if self._order.looked_up(hashes, len(sources), cost, command.saved_s, time.monotonic()):
-                fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
+                self._client.reads.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
                 what = len(sources), len(sources), "", usable.lengths, usable.stored
                 found = m.Found(command.work, *what)
             elif sources:

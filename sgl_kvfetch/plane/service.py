@@ -56,20 +56,12 @@ _TELL_S = 30.0  # between two times that the store is told of audits
 class Service:
     """Serves one engine until it is told to close."""
 
-    def __init__(
-        self,
-        start: m.Start,
-        config: KVFetchConfig,
-        heads: HeadSlice,
-        client: StoreClient,
-        line: Line,
-        room: Room,
-        emit: Emit,
-        emit_staged: Emit,
-    ) -> None:
-        """``room`` allocates those bytes of ``line.values`` that are not the cache's. ``emit`` may be called on any
-        thread. ``emit_staged`` sends what the engine's steps look for."""
+    def __init__(self, start: m.Start, line: Line, emit: Emit, emit_staged: Emit) -> None:
+        """Open the store. ``emit`` may be called on any thread. ``emit_staged`` sends what the engine's steps look for.
+        Raises KVFetchError."""
+        config, heads, client = _open(start, line)
         self.client = client
+        self._room = room = Room(line.values.num_bytes - config.memory_cache)  # behind it lies the cache
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
@@ -116,7 +108,7 @@ class Service:
                 if not self._stager.release(command):
                     self._prefetcher.release(command.work)
             case m.Flush():
-                self.client.fetcher.drop_unused()
+                self.client.reads.drop_unused()
             case m.Write():
                 self._write(command)
             case m.Clear():
@@ -163,6 +155,7 @@ class Service:
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
+        self._room.close()
         await self._tasks.cancel()
         await self._auditor.close()
         if self._finder is not None:
@@ -208,7 +201,6 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
     emit = events.send
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
-    room: Room | None = None
     try:
         while data := await loop.sock_recv(line.commands, 1 << 18):
             for command in commands.feed(data):
@@ -216,9 +208,7 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
                     case m.TakeProfile():
                         emit(await asyncio.to_thread(answer, command))
                     case m.Start():
-                        config, heads, client = _open(command, line)
-                        room = Room(line.values.num_bytes - config.memory_cache)
-                        service = Service(command, config, heads, client, line, room, emit, staged.send)
+                        service = Service(command, line, emit, staged.send)
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():
@@ -234,8 +224,6 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
     except ConnectionError as e:
         logger.error("kvfetch: the data plane lost its connection to the engine: %s", e)
     finally:
-        if room is not None:
-            room.close()
         if service is not None:
             await service.close()
         for outbox in outboxes:

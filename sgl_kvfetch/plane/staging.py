@@ -377,7 +377,7 @@ class Stager:
         if not is_sound:
             self._decoded_here |= staging.data_names
             for name in staging.data_names:
-                self._fetcher.drop_kept(name)
+                self._fetcher.reads.drop_kept(name)
             self._share_no_more(staging)
         asked, is_ready = staging.asked.pop(work), isinstance(staging.state, Filled)
         if not is_ready:

@@ -21,9 +21,10 @@ from sgl_kvfetch.plane.access import CONNECT_S, fresh_keys, s3_options, store_to
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.offers import Tolerance
+from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
 from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
+from sgl_kvfetch.plane.fetch.reads import UnitReader
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import Writer
 from sgl_kvfetch.protocol import KVFetchConfig
@@ -81,15 +82,15 @@ class StoreClient:
 
     store: Store
     finder: PageFinder
+    reads: UnitReader
     fetcher: Fetcher
     writer: Writer
     encode_pool: Executor
-    memory: MemoryCache
 
     async def clear(self, heads: HeadSlice) -> None:
         """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
         self.finder.forget_pages()
-        self.memory.clear()
+        self.reads.memory.clear()
         await self.store.delete_prefix(heads.folder + "/")  # first, as listing may fail
         for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
             await self.store.delete_prefix(each.folder + "/")
@@ -102,7 +103,7 @@ class StoreClient:
                     await step()
             except TimeoutError:
                 logger.warning("kvfetch: %s did not finish within %g s; closing anyway", step.__qualname__, step_s)
-        self.fetcher.close(wait=False)
+        self.fetcher.pool.close(wait=False)
         self.encode_pool.shutdown(wait=False, cancel_futures=True)
         for queue in ("read", "write"):
             metrics.QUEUED_BYTES.labels(queue).set(0)
@@ -140,23 +141,22 @@ def open_client(
     except FormatError as e:
         raise ConfigError(str(e)) from e
     read_size = WHOLE_SPANS if engine_codecs else READ_SIZE
-    fetcher = Fetcher(
+    pool = _open_pool(config, nvdec)
+    reads = UnitReader(
         store,
-        _open_pool(config, nvdec),
+        Chooser(tolerance, pool, link),
         read_size=read_size,
         inflight_bytes=_INFLIGHT_BYTES,
         may_delete=config.writes,
-        decode_bytes=_DECODE_BYTES,
-        tolerance=tolerance,
-        link=link,
         memory=memory,
     )
+    fetcher = Fetcher(reads, pool, decode_bytes=_DECODE_BYTES)
     finder = PageFinder(
         store,
         heads,
         quantiser,
         partial(count_miss, "lookup"),
-        fetcher.link.answered,
+        link.answered,
         engine_codecs=(*engine_codecs, *(() if nvdec is None else nvdec.codecs)),
         tolerance=tolerance,
         memory=memory,
@@ -174,7 +174,7 @@ def open_client(
     )
     if config.memory_cache:
         writer.on_committed = partial(_keep_written, memory, finder, read_size)
-    return StoreClient(store, finder, fetcher, writer, encode_pool, memory)
+    return StoreClient(store, finder, reads, fetcher, writer, encode_pool)
 
 
 def _keep_written(

@@ -17,16 +17,16 @@ from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
+from sgl_kvfetch.plane.fetch.fetcher import PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
-from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin
 from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, SPEC, segment
+from tests.fetchers import make_fetcher
 from tests.segments import page_hashes
 
 pytestmark = pytest.mark.usefixtures("tiny_stores")
@@ -99,8 +99,7 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
     await fill(store, [0])
     hashes = list(chain(0).manifest.page_hashes)
     with closing(DecodePool[Decoders]([{}])) as pool:
-        how = {"read_size": ReadSize(600), "inflight_bytes": 1 << 20, "tolerance": Tolerance(1, 1e9)}
-        fetcher = Fetcher(store, pool, may_delete=True, **how)  # type: ignore[arg-type]
+        fetcher = make_fetcher(store, pool, may_delete=True, tolerance=Tolerance(1, 1e9))
         finder = PageFinder(store, SPEC.heads, KLT, print, tolerance=Tolerance(1))
         sources = await finder.find_pages(hashes, WAIT_S)
         await fill(store, range(1, 7))

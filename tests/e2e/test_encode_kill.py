@@ -27,13 +27,13 @@ from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
+from sgl_kvfetch.plane.fetch.fetcher import PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from tests.fetchers import make_fetcher
 from tests.segments import make_heads, make_values, page_hashes, there_and_back
 
 NUM_KILLS = int(os.environ.get("KVFETCH_ENCODE_KILLS", "10"))  # the tenth leaves old data, however slow all is
@@ -89,7 +89,7 @@ class World:
             raise AssertionError(f"the store named a segment that cannot be used: {error}")
 
         finder = PageFinder(self.store, HEADS, QUANTISER, on_fault)
-        fetcher = Fetcher(self.store, pool, read_size=ReadSize(64 << 10), inflight_bytes=64 << 20, may_delete=True)
+        fetcher = make_fetcher(self.store, pool, read_bytes=64 << 10, inflight_bytes=64 << 20, may_delete=True)
         while True:
             stored = rng.choice(self.committed)
             began_s = asyncio.get_running_loop().time()

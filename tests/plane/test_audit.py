@@ -170,7 +170,7 @@ async def test_levels_that_are_left_out_are_allowed_for(make: Callable[..., Benc
     bench, computed = make(KltQuantiser(PROFILE, 1e-4), config), values_of(PROFILE, NUM_TOKENS)
     hashes = await bench.store(computed)
     for within_s in (1e9, 1e-9):  # all levels, and one less: the link was measured by then
-        bench.client.fetcher._chooser.tolerance = Tolerance(1, within_s)
+        bench.client.fetcher.reads.chooser.tolerance = Tolerance(1, within_s)
         before = results()
         await bench.hit(hashes, computed)
         assert since(before) == {"sound": 1}

@@ -1,4 +1,5 @@
-"""Transmit, decode and restore: three stages that overlap, each bounded. Decisions without I/O are in ``plan``.
+"""Transmit, decode and restore: three stages that overlap, each bounded. Decisions without I/O are in ``plan``, and
+``reads`` brings the bytes.
 
 A fetch restores a run of pages to one destination. They are read in units, runs of cells of one span: a unit is
 requested and arrives, and its cells are decoded and restored one by one, in any order. The event loop transmits;
@@ -10,13 +11,9 @@ read without what is damaged or gone. Nothing else is tried twice here; the stor
 
 What must hold:
 
-* **Bytes are bounded twice.** Those that are read ahead and those of fetches take from different budgets. With one,
-  bytes that wait for their fetch could fill it, and that fetch may come only after another one, which waits for bytes:
-  a circle.
 * **A budget's bytes are given back once, whatever happens**: when their job is over, not when a coroutine ends. A
   cancelled fetch still has jobs on the pool.
 * **Nothing is written after a fetch is over**: the destination is closed first. SGLang gives the pages to others.
-* **Damage is reported, not judged.** Only the store can tell damage on its disk from damage on the way here.
 """
 
 from __future__ import annotations
@@ -29,37 +26,27 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-
-import numpy as np
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellChunks, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
+from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.plane.choice import Cost
-from sgl_kvfetch.plane.fetch.ahead import AheadReader
-from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
-from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
+from sgl_kvfetch.plane.fetch.link import BytesBudget
+from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.plan import (
     PageSource,
-    ReadSize,
     ReadUnit,
-    SpanKey,
     SpanPart,
-    UnitKey,
-    read_units,
     span_parts,
 )
 from sgl_kvfetch.plane.fetch.pool import DecodePool
-from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
+from sgl_kvfetch.plane.fetch.reads import UnitReader
+from sgl_kvfetch.plane.memory_cache import Held
 from sgl_kvfetch.protocol import StridedPages
 from sgl_kvfetch.reasons import Reason, reason_of
-from sgl_kvfetch.side_by_side import together
-from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +183,6 @@ def restore_cells(
 
 _COMPARE_S = 0.05  # how often a fetch is compared with computing
 _SLOWER = 1.1  # it ends if it would take so many times as long: estimates have noise, and what has come is lost in part
-_MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,105 +278,42 @@ class _RunningFetch:
 
 
 class Fetcher:
-    """Fetches pages from one store. Belongs to one event loop."""
+    """Fetches pages: orders what is read, decodes it, and restores it. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        pool: DecodePool[Decoders],
-        *,
-        read_size: ReadSize,
-        inflight_bytes: int,
-        may_delete: bool,
-        decode_bytes: int = sys.maxsize,
-        tolerance: Tolerance | None = None,
-        link: Link | None = None,
-        memory: MemoryCache | None = None,
-    ) -> None:
-        """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
-        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
-        number of sessions bounds it. ``tolerance``: how coarse what is read may be; by default it is all read. ``link``
-        hears what the store receives; without it, only whole transfers count. ``memory`` keeps what is read."""
-        self._store = store
-        self._memory = memory or MemoryCache()
-        self.pool = pool
-        self._read_size = read_size
-        # Two halves, so that bytes that wait for their fetch cannot block another one.
-        self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
-        self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
-        self.link = link or Link()
-        self._chooser = Chooser(tolerance or Tolerance(), pool, self.link)
+    def __init__(self, reads: UnitReader, pool: DecodePool[Decoders], *, decode_bytes: int = sys.maxsize) -> None:
+        """``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
+        number of sessions bounds it."""
+        self.reads, self.pool, self.link = reads, pool, reads.link
         self._decode_budget = BytesBudget(decode_bytes)
-        self._may_delete = may_delete
-        self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[_RunningFetch] = set()
-        self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
-        # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
-        # the next turn of a conversation begins with the rest of the span.
-        self._begun: OrderedDict[UnitKey, tuple[ReadUnit, memoryview]] = OrderedDict()
-        self._begun_bytes = inflight_bytes // 8
-
-    def close(self, *, wait: bool = True) -> None:
-        """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
-        self.pool.close(wait=wait)
 
     @property
     def tolerance(self) -> Tolerance:
         """How coarse what is read may be."""
-        return self._chooser.tolerance
+        return self.reads.chooser.tolerance
 
     @property
     def is_busy(self) -> bool:
         """Whether a fetch is under way."""
         return bool(self._running)
 
-    def drop_unused(self) -> None:
-        """Drop all bytes that running fetches do not use."""
-        self._begun.clear()
-        self._ahead.drop_units()
-        self._memory.clear()
-
     def hold(self, sources: Sequence[PageSource]) -> Held:
         """Keep what is in memory of these pages until it is let go."""
-        return Held(self._memory, span_parts(sources))
+        return Held(self.reads.memory, span_parts(sources))
 
     def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
         """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
-        held.open(part for part in parts if not self._chooser.is_free(part.reader))
+        held.open(part for part in parts if not self.reads.chooser.is_free(part.reader))
 
     def cost(self, sources: Sequence[PageSource]) -> Cost:
         """Estimate how long it takes to fetch these pages, if nothing else is fetched."""
         parts = span_parts(sources)
-        missing = [part for part in parts if not self._memory.has(part.reader, part.span)]
+        missing = [part for part in parts if not self.reads.memory.has(part.reader, part.span)]
         goodput_bps = self.link.goodput_bps  # an old one, too: a fetch or a probe corrects it
         seconds = self.tolerance.seconds
         transmit_s = None if goodput_bps is None else seconds(missing, goodput_bps / 8)
         rate = self.pool.bytes_per_s
         return Cost(transmit_s if missing else 0.0, None if rate is None else seconds(parts, rate))
-
-    def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
-        """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
-        seconds."""
-        due_s = time.monotonic() + self.tolerance.within_s
-        self._ahead.begin(partial(self._units_ahead, span_parts(sources), due_s), expire_s)
-
-    async def probe(self, sources: Sequence[PageSource]) -> None:
-        """Measure the link again with the first bytes of pages that will not be fetched, if that is due."""
-        if size_bytes := self.link.begin_probe():
-            with contextlib.suppress(StoreError):
-                for unit in islice(read_units(sources[0].reader, 0, ReadSize(size_bytes)), 2):
-                    await self._read_whole(unit)
-
-    def _units_ahead(
-        self, parts: Sequence[SpanPart], due_s: float, is_taken: Callable[[SpanKey], bool]
-    ) -> Iterator[ReadUnit]:
-        unasked = sum(part.reader.cells_per_span for part in parts)
-        for part in parts:
-            if not is_taken(part.key):
-                for unit in self._units(part, due_s, unasked):
-                    if unit.key not in self._begun and not self._memory.has(unit.reader, part.span):
-                        yield unit
-            unasked -= part.reader.cells_per_span
 
     async def fetch(
         self,
@@ -433,7 +356,7 @@ class Fetcher:
                 own.let_go()
             if fetch.is_late or timed_out:  # the rest is computed: leave the link to others
                 for name in {part.reader.data_name for part in fetch.parts}:
-                    self._ahead.drop_units(name)
+                    self.reads.ahead.drop_units(name)
         return FetchResult(fetch.num_pages, tuple(fetch.failures), fetch.is_late)
 
     async def _run(
@@ -452,19 +375,19 @@ class Fetcher:
                     if not fetch.has(part) and self._comes_after(part, deadline_s):
                         fetch.is_late = True
                         fetch.fail(index, None)
-                    for unit in self._units(part, due_s, self._num_unasked, fetch.destination.takes):
+                    for unit in self.reads.units(part, due_s, self._num_unasked, fetch.destination.takes):
                         if not fetch.is_wanted(index):
                             break
-                        self._ahead.leave_out(unit)
+                        self.reads.ahead.leave_out(unit)
                         is_here = fetch.held.has_unit(unit)
                         if not is_here:
-                            await self._fetch_budget.acquire(unit.size_bytes)
+                            await self.reads.budget.acquire(unit.size_bytes)
                         fetch.num_unasked -= len(unit.cells)
                         fetch.num_transmitting += 1
                         task = group.create_task(self._run_unit(unit, index, fetch))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
                         if not is_here:
-                            task.add_done_callback(partial(_release, self._fetch_budget, unit.size_bytes))
+                            task.add_done_callback(partial(_release, self.reads.budget, unit.size_bytes))
                         await asyncio.sleep(0)  # let the task send its request
                         if not is_here:
                             await self.link.may_read()  # so what is next is chosen as late as possible
@@ -511,9 +434,9 @@ class Fetcher:
                 is_damage = isinstance(e, FormatError) or reason_of(e) == Reason.MISSING
                 if isinstance(e, FormatError):
                     metrics.CORRUPT_CHUNKS.inc()
-                    self.drop_kept(unit.reader.data_name)
+                    self.reads.drop_kept(unit.reader.data_name)
                 if is_damage:
-                    self.report_damage(unit.reader)
+                    self.reads.report_damage(unit.reader)
                 coarser = self.tolerance.coarser(unit.reader) if is_damage else None
                 if coarser is None:
                     fetch.fail(index, e)
@@ -524,9 +447,11 @@ class Fetcher:
             raise _SettledError
 
     async def _take_through(self, unit: ReadUnit, index: int, fetch: _RunningFetch) -> None:
-        part = fetch.parts[index]
+        part, into = fetch.parts[index], fetch.destination
+        is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
+        what = unit, fetch.held, into.places, fetch.request
         try:
-            chunks = await self._chunks_of(unit, part, fetch)
+            chunks = await self.reads.chunks_of(*what, is_used_again=is_used_again)
         except KVFetchError:
             fetch.num_transmitting -= 1
             raise
@@ -581,137 +506,6 @@ class Fetcher:
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
         return sum(fetch.num_unasked for fetch in self._running)
-
-    def _units(
-        self,
-        part: SpanPart,
-        due_s: float,
-        num_unasked: int,
-        takes: Callable[[SegmentReader], bool] = lambda _: True,
-    ) -> list[ReadUnit]:
-        """Return the units to read of a span, all with one reader: with that with which some of it was read already, or
-        the one that is chosen now. ``num_unasked`` counts the cells not requested yet, including those of the span.
-        ``due_s``: when the fetch should end. ``takes``: as in `Destination`."""
-        reader = part.reader
-        if self._chooser.is_free(reader):
-            begun = self._begun_reader(part)
-            # The segment may have been rewritten meanwhile, with other spans or cells.
-            if begun is not None and begun.has_cells_of(reader) and takes(begun):
-                reader = begun
-            else:
-                left_s, is_here = due_s - time.monotonic(), partial(self._memory.has, span=part.span)
-                reader = self._chooser.choose(part, left_s, num_unasked, takes, is_here)
-        return read_units(reader, part.span, self._read_size)
-
-    def _begun_reader(self, part: SpanPart) -> SegmentReader | None:
-        """Return the reader with which some of a span is read ahead, or was read by a fetch before."""
-        begun = (unit.reader for unit, _ in self._begun.values() if unit.span_key == part.key)
-        return self._ahead.find_reader(part.key) or next(begun, None)
-
-    async def _chunks_of(self, unit: ReadUnit, part: SpanPart, fetch: _RunningFetch) -> Sequence[CellChunks]:
-        """Return the chunks of a unit's cells: from memory if something has read them, or else from the store."""
-        held, (_, data) = fetch.held, self._begun.get(unit.key, (None, None))
-        if (chunks := held.chunks(unit)) is not None:
-            return chunks
-        is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
-        if data is None and (task := self._ahead.take_read(unit)) is not None:
-            try:
-                data = await task
-            finally:
-                self._ahead_budget.release(unit.size_bytes)
-        if data is None:
-            if (places := held.places(unit)) is not None:
-                await self._transmit(unit, fetch.request, unit.by_object(places))
-                held.received(unit)
-                return places
-            if len(unit.reads) == 1 and not is_used_again:
-                places = fetch.destination.places(unit)
-                if places is not None:
-                    await self._transmit(unit, fetch.request, unit.by_object(places))
-                    return places
-            data = await self._read_whole(unit, fetch.request)
-        chunks = unit.split(data)
-        if (kept := held.put(unit, chunks)) is not chunks:
-            return kept
-        if is_used_again:
-            self._keep_begun(unit, data)
-        return chunks
-
-    def _keep_begun(self, unit: ReadUnit, data: memoryview) -> None:
-        """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
-        self._begun[unit.key] = unit, data
-        self._begun.move_to_end(unit.key)
-        while sum(len(each) for _, each in self._begun.values()) > self._begun_bytes:
-            oldest, (other, _) = next(iter(self._begun.items()))
-            if other.span_key == unit.span_key:
-                return
-            del self._begun[oldest]
-
-    def drop_kept(self, data_name: str) -> None:
-        """Drop the bytes of a data object that are kept for later: they have been found wrong."""
-        for key in [key for key in self._begun if key[0] == data_name]:
-            del self._begun[key]
-        self._memory.drop(data_name)
-
-    def report_damage(self, reader: SegmentReader) -> None:
-        """Have the store check a segment, in the background: what is damaged there is deleted, so that it is written
-        again. Only the store can tell that from damage on the way to us. It remembers what it has found sound."""
-        name = reader.manifest.key.manifest_name
-        if self._may_delete and name not in self._reports and len(self._reports) < _MAX_REPORTS:
-            self._reports[name] = asyncio.get_running_loop().create_task(self._report(name, reader.data_name))
-
-    async def _report(self, name: str, data_name: str) -> None:
-        try:
-            if await self._store.report_damage(name):
-                logger.warning("the store has deleted the damaged segment %s", name)
-                self._ahead.drop_units(data_name)
-                self.drop_kept(data_name)  # of what came since the damage was found
-        except StoreError as e:
-            logger.debug("cannot report the damaged segment %s: %s", name, e)
-        finally:
-            del self._reports[name]
-
-    async def _read_whole(self, unit: ReadUnit, request: timeline.Request = timeline.NOBODY) -> memoryview:
-        """Return the bytes of all the unit's objects, one behind the other. Raises StoreError."""
-        data = np.empty(unit.size_bytes, dtype=np.uint8).data
-        into = []
-        end = 0
-        for _, first, last in unit.reads:
-            begin, end = end, end + last - first
-            into.append([data[begin:end]])
-        await self._transmit(unit, request, into)
-        self._memory.put(unit, data)
-        return data
-
-    async def _transmit(self, unit: ReadUnit, request: timeline.Request, into: Sequence[list[memoryview]]) -> None:
-        """Read the unit's bytes. ``into``: the pieces of memory for those of each object. Raises StoreError."""
-        started_s, is_whole = time.monotonic(), False
-        self.link.started(unit.size_bytes)
-        try:
-            reads = [self._read(*each) for each in zip(unit.reads, into, strict=True)]
-            if len(reads) == 1:
-                await reads[0]  # not in a task of its own, which would send its request later
-            else:
-                await together(reads)
-            is_whole = True
-        except asyncio.CancelledError:
-            self.link.give_up()
-            raise
-        finally:
-            self.link.ended(unit.size_bytes, started_s, is_whole=is_whole)
-        ended_s = time.monotonic()
-        metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
-        metrics.WIRE_BYTES.labels("read").inc(unit.size_bytes)
-        timeline.add(request, "transmit", started_s, ended_s, bytes=unit.size_bytes)
-
-    async def _read(self, place: tuple[str, int, int], into: Sequence[memoryview]) -> None:
-        name, start, _ = place
-        if not await self._store.read(name, start, into):
-            raise StoreError("missing", f"{name} is not in the store")
-
-    def _report_queue(self) -> None:
-        used = self._ahead_budget.used_bytes + self._fetch_budget.used_bytes
-        metrics.QUEUED_BYTES.labels("read").set(used)
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

@@ -520,7 +520,7 @@ class StoredPrompts:
         self.arena, self.room = arena, room
         self.tasks = Tasks()
         self.side_bytes = side_bytes
-        self.sides = SideFetcher(client.store, client.finder, client.fetcher.report_damage)
+        self.sides = SideFetcher(client.store, client.finder, client.reads.report_damage)
         self._num_served = num_served
 
     async def find(
@@ -548,7 +548,7 @@ class StoredPrompts:
 
     def leave_to_engine(self, sources: Sequence[PageSource]) -> None:
         """Record that computing these pages is sooner. The link is measured again all the same, now and then."""
-        self.tasks.begin(self.client.fetcher.probe(sources))
+        self.tasks.begin(self.client.reads.probe(sources))
         record_reason(Reason.SOONER)
 
     def put_sides(self, sides: Mapping[SideKey, bytearray], ends: ExitStack) -> m.SidePages | None:

@@ -117,9 +117,8 @@ class Chooser:
 
     def __init__(self, tolerance: Tolerance, pool: DecodePool[Decoders], link: Link) -> None:
         """``pool`` decodes what ``link`` brings."""
-        self.tolerance = tolerance
+        self.tolerance, self.link = tolerance, link
         self._pool = pool
-        self._link = link
 
     def is_free(self, reader: SegmentReader) -> bool:
         """Return whether `choose` may return another reader than ``reader``."""
@@ -136,7 +135,7 @@ class Chooser:
         """Return the reader with which to read a span. ``within_s``: when the fetch should end. ``num_cells_left``:
         cells not requested yet, of all fetches and of the span. ``takes``: whether cells of a reader have a place.
         ``is_here``: whether the bytes of a reader need no link."""
-        first, goodput_bps = part.reader, self._link.goodput_bps  # an old one, too: the first cells correct it
+        first, goodput_bps = part.reader, self.link.goodput_bps  # an old one, too: the first cells correct it
         ways = [each for each in first.ways(self.tolerance.coarseness) if each is first or takes(each)]
         if len(ways) == 1 or goodput_bps is None:
             return first
@@ -151,6 +150,6 @@ class Chooser:
             )
             for each in ways
         ]
-        outstanding, sessions = self._link.outstanding_bytes, self._pool.num_sessions
+        outstanding, sessions = self.link.outstanding_bytes, self._pool.num_sessions
         supply = Supply(num_cells_left, outstanding, goodput_bps / 8, self._pool.queued_s, sessions)
         return best_offer(offers, supply, within_s).reader

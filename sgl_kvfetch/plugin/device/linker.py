@@ -36,6 +36,7 @@ from sgl_kvfetch.plugin.device.pools import (
 )
 from sgl_kvfetch.plugin.hooks import try_to_connect
 from sgl_kvfetch.plugin.host.pool import is_mla
+from sgl_kvfetch.plugin.host.side_pools import trailing_pages
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.register import BACKEND
@@ -52,7 +53,7 @@ _UNUSED_S = 30.0  # how long launched copies may take to end: a forward pass bef
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Attached:
     """What there is while a store is attached. ``extra_config``: the text that says which store."""
 
     access: Access
@@ -103,7 +104,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         is_writer = not self._rank.is_mla_model or self._rank.tp_rank == 0  # all ranks have the same latent vectors
         self._offloads = Offloads(self._pages, pools, is_writer=is_writer)
         self._loads: dict[str, Load] = {}  # queued, by request id
-        self._parts: _Parts | None = None
+        self._attached: _Attached | None = None
         self._stepped_s = math.inf
         self.connect((extra_config or {}).get("config"))
         atexit.register(self.close)
@@ -145,7 +146,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader.restores_code = True
         self._loader.attach(plane.memory, cache_bytes)
         self._offloads.connect(plane, access)
-        self._parts = _Parts(access, plane, board, extra_config, cache_bytes)
+        self._attached = _Attached(access, plane, board, extra_config, cache_bytes)
         weight_updates.register_access(access, config.model_id)
         self._pages.log_memory()
         logger.info("kvfetch runs in device mode, through SGLang's linker")
@@ -155,8 +156,8 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         are no requests. ``policies``: those of the host tier."""
         if backend != BACKEND or any(policy is not None for policy in policies):
             return False, f"device mode accepts only the storage backend {BACKEND}, and no policies of the host tier"
-        if self._parts is not None:
-            if extra_config in (None, self._parts.extra_config):
+        if self._attached is not None:
+            if extra_config in (None, self._attached.extra_config):
                 return True, f"{BACKEND} is already attached with this config."
             return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
         fault = try_to_connect(self.connect, extra_config)
@@ -170,26 +171,26 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def detach(self) -> None:
         """Detach the store. The tree stays as it is. Waits a few seconds at most for queued pages to be written."""
-        parts, self._parts = self._parts, None
-        if parts is None:
+        attached, self._attached = self._attached, None
+        if attached is None:
             return
         self.prefixes.drop_all()
         self._offloads.disconnect()
-        weight_updates.forget_access(parts.access)
+        weight_updates.forget_access(attached.access)
         self._loader.detach()
         self._pages.release()
         try:
-            parts.plane.close()
+            attached.plane.close()
         except Exception:  # go on: it holds nothing of the tree, and the other ranks have detached
             logger.exception("kvfetch: closing the data plane failed")
 
     def clear(self) -> bool:
         """Empty the store, while an operator waits. Return whether it succeeded."""
-        if self._parts is None:
+        if self._attached is None:
             return False
         self._offloads.forget_stored()
         try:
-            self._parts.plane.clear()
+            self._attached.plane.clear()
         except (KVFetchError, TimeoutError) as e:
             logger.warning("kvfetch: the store could not be cleared: %s", e)
             return False
@@ -203,7 +204,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def arrive(self, req: Any, tree: Any, span: Any = None, *, is_idle: bool = False) -> None:
         """Begin to stage the prefix of a request that waits. SGLang matches ``tree``, its radix cache, and asks
         `lookup` for the rest. Other arguments as for `Prefixes.arrive`."""
-        if self._parts is None or not self._parts.access.reads:
+        if self._attached is None or not self._attached.access.reads:
             return
         prefixes = self.prefixes
         if prefixes.has(req.rid):  # SGLang has made a new list of those that wait
@@ -217,17 +218,17 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @property
     def access(self) -> Access | None:
         """What the attached backend may do; None while none is attached."""
-        return None if self._parts is None else self._parts.access
+        return None if self._attached is None else self._attached.access
 
     @property
     def threshold_tokens(self) -> int:
         """How many tokens are worth a lookup; 0 while no store is attached."""
-        return 0 if self._parts is None else self.prefixes.threshold_pages * self._pages.geometry.page_size
+        return 0 if self._attached is None else self.prefixes.threshold_pages * self._pages.geometry.page_size
 
     @property
     def audits(self) -> Audits | None:
         """What audits have found; None before the first one."""
-        return None if self._parts is None else self._parts.plane.audits
+        return None if self._attached is None else self._attached.plane.audits
 
     def step(self, tree: Any, wanted_tokens: Callable[[], int], *, is_beside: bool = False) -> list[Any]:
         """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache.
@@ -235,12 +236,13 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         the device computes meanwhile: then a step may wait half of the last one. Return who must arrive again."""
         last_s, self._stepped_s = self._stepped_s, time.monotonic()
         self._loader.resume()
-        if self._parts is None:
+        if self._attached is None:
             return []
-        prefixes, parts = self.prefixes, self._parts
-        self._loader.attach(parts.plane.memory, parts.cache_bytes)  # of another one, if that has ended
+        prefixes, attached = self.prefixes, self._attached
+        self._loader.attach(attached.plane.memory, attached.cache_bytes)  # of another one, if that has ended
         self._offloads.step(tree, lambda: math.inf if prefixes.has_held else wanted_tokens())
-        return prefixes.step(min((self._stepped_s - last_s) / 2, _NEAR_S) if is_beside and parts.cache_bytes else 0.0)
+        most_s = min((self._stepped_s - last_s) / 2, _NEAR_S) if is_beside and attached.cache_bytes else 0.0
+        return prefixes.step(most_s)
 
     def batch_ended(self, batch: Any, now_s: float) -> None:
         """Record that SGLang has processed the result of a batch."""
@@ -251,10 +253,11 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         hashes: Sequence[str] = _kv(transfers).keys
-        if self._parts is None or not self._parts.access.reads:
+        if self._attached is None or not self._attached.access.reads:
             return []
         if self._arrive is not None:
-            self._arrive(hashes, self._pools.trailing(transfers))
+            needed = trailing_pages(transfers) if len(transfers) > 1 else {}
+            self._arrive(hashes, needed | dict.fromkeys(self._pools.following, 0))
             return []
         # Ranks have agreed on the number. SGLang asks for every length that could be loaded; it would take the longest.
         num_pages = self.prefixes.num_staged(rid, hashes)
@@ -262,11 +265,11 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Record what a request's next batch copies of its staged prefix, and to which slots. Nothing is copied yet."""
-        parts = self._parts
-        assert parts is not None
+        attached = self._attached
+        assert attached is not None
         transfer = _kv(transfers)
         work, staged = self.prefixes.take(rid, transfer.keys)
-        on_end = partial(self._unstage, parts.plane, work)
+        on_end = partial(self._unstage, attached.plane, work)
         side_transfers = _sides(transfers)
         pages = {page_hash: page for page, page_hash in enumerate(transfer.keys)} if side_transfers else {}
         sides = [
@@ -302,10 +305,10 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # Writing
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        if self._parts is None:
+        if self._attached is None:
             return False
         self.prefixes.landed(_kv(transfers).keys)
-        if not self._parts.access.writes:
+        if not self._attached.access.writes:
             return False  # SGLang offers the pages again when they are used, perhaps to another store
         self._offloads.add(_sides(transfers))
         return True
@@ -335,8 +338,8 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.prefixes.drop_all()
-        if self._parts is not None:
-            self._parts.plane.flush()
+        if self._attached is not None:
+            self._attached.plane.flush()
         self._offloads.drop_all()
         for load in self._loads.values():
             load.on_end(True)

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, Device, Quantiser, why_no_gpu
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools, trailing_pages
+from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.protocol import StagedValues, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
@@ -228,10 +228,6 @@ class EnginePools:
     def handed_over(self) -> list[str]:
         """The side pools of which SGLang hands pages over."""
         return [name for name in self.side_buffers if name not in self.following]
-
-    def trailing(self, transfers: Sequence[PoolTransfer]) -> dict[str, int]:
-        """Return which side pools a lookup needs, as `messages.Stage` has them. ``transfers``: SGLang's."""
-        return trailing_pages(transfers) | dict.fromkeys(self.following, 0) if self.side_buffers else {}
 
     def window_pages(self, core: Any, node: Any, num_pages: int, page_size: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the pages of the window at the end of a node's path, each with its slots in the windows' pool. Pages

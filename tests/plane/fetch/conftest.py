@@ -23,11 +23,12 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, SpanPart
+from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, TensorName
+from tests.fetchers import make_fetcher
 from tests.segments import SMALL, make_segment
 
 NUM_PAGES = 8
@@ -97,7 +98,7 @@ async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, to
 @pytest.fixture
 def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        yield Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True)
+        yield make_fetcher(store, pool, inflight_bytes=4000, may_delete=True)
 
 
 Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
@@ -163,15 +164,15 @@ async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
 def choosing(store: SpoiltStore) -> Iterator[Fetcher]:
     """A fetcher whose spans are read in the ways that a `Recorder` takes."""
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
-        fetcher._chooser = Recorder(fetcher)
+        fetcher = make_fetcher(store, pool)
+        fetcher.reads.chooser = Recorder(fetcher)
         yield fetcher
 
 
 @pytest.fixture
 def recorder(choosing: Fetcher) -> Recorder:
-    assert isinstance(choosing._chooser, Recorder)
-    return choosing._chooser
+    assert isinstance(choosing.reads.chooser, Recorder)
+    return choosing.reads.chooser
 
 
 def wanted(made: CodedSegment) -> list[PageSource]:

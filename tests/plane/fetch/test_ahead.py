@@ -13,6 +13,7 @@ from sgl_kvfetch.plane.fetch.plan import ReadSize, read_units
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
+from tests.fetchers import make_fetcher
 from tests.plane.fetch.conftest import (
     PoisonedPool,
     Recorder,
@@ -38,7 +39,7 @@ async def test_ways_to_read_are_chosen_as_the_link_brings_them(
 ) -> None:
     """A slow link: at first no more is chosen than keeps it busy, whatever there is room for."""
     store.gate.clear()
-    choosing.read_ahead(wanted(made), expire_s=60)
+    choosing.reads.read_ahead(wanted(made), expire_s=60)
     await until(lambda: store.num_gets == 4)
     await turns()
     assert store.num_gets == 4
@@ -54,7 +55,7 @@ async def test_a_fetch_that_overtakes_leaves_nothing_to_be_read_twice(
     choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
 ) -> None:
     store.gate.clear()
-    choosing.read_ahead(wanted(made), expire_s=60)
+    choosing.reads.read_ahead(wanted(made), expire_s=60)
     await until(lambda: store.num_gets > 0)
     pool = PoisonedPool(8)
     fetching = asyncio.create_task(fetch(choosing, wanted(made), pool, range(8)))
@@ -75,8 +76,8 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
     units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, ReadSize(600))]
     largest = max(unit.size_bytes for unit in units)
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4 * largest, may_delete=False)
-        fetcher.read_ahead(all_pages, expire_s=600)
+        fetcher = make_fetcher(store, pool, inflight_bytes=4 * largest)
+        fetcher.reads.read_ahead(all_pages, expire_s=600)
         memory = PoisonedPool(8)
         for span in range(4):
             # What is read ahead waits for a fetch, and some of this span's units are among it.
@@ -92,9 +93,9 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
 
 async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore, segment: Segment) -> None:
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=2000, may_delete=False)
+        fetcher = make_fetcher(store, pool, inflight_bytes=2000)
         clock = LoopClock()
-        fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+        fetcher.reads.read_ahead(sources(segment, range(8)), expire_s=60)
         await until(lambda: store.num_gets > 0 and fetcher.link.outstanding_bytes == 0)
         await turns()
         assert len(asyncio.all_tasks()) == 2  # it waits for room
@@ -107,8 +108,8 @@ async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore,
 async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: Segment) -> None:
     store.fail_from = 0
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
-        fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+        fetcher = make_fetcher(store, pool)
+        fetcher.reads.read_ahead(sources(segment, range(8)), expire_s=60)
         await until_idle()
         assert store.num_gets <= 4
 
@@ -120,7 +121,7 @@ async def test_a_segment_that_was_cut_anew_in_the_meantime_is_not_taken_for_the_
     anew = make_segment(SMALL, 8, span_pages=4)[0]
     coded = transcode(anew.manifest, anew.data, make_targets(["hevc", "zstd"], ["240p"]))
     assert coded.manifest.key == made.manifest.key
-    choosing.read_ahead(wanted(made), expire_s=60)
+    choosing.reads.read_ahead(wanted(made), expire_s=60)
     await until_idle()
     await commit_segment(store, coded)
     pool = PoisonedPool(8)
@@ -137,7 +138,7 @@ async def test_a_segment_with_other_cells_is_not_taken_for_the_old_one(
         anew = make_segment(SMALL, 8, cell_heads=cell_heads)[0]
         versions.append(transcode(anew.manifest, anew.data, make_targets(["hevc", "zstd"], ["240p"])))
     await commit_segment(store, versions[0])
-    choosing.read_ahead(wanted(versions[0]), expire_s=60)
+    choosing.reads.read_ahead(wanted(versions[0]), expire_s=60)
     await until_idle()
     await commit_segment(store, versions[1])
     pool = PoisonedPool(8)

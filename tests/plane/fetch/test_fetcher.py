@@ -23,6 +23,7 @@ from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
+from tests.fetchers import make_fetcher
 from tests.plane.fetch.conftest import (
     NUM_PAGES,
     PoisonedPool,
@@ -59,8 +60,8 @@ async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment
 
 async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     wanted = sources(segment, range(2))
-    fetcher.read_ahead(wanted, expire_s=60)
-    fetcher.read_ahead(wanted, expire_s=60)
+    fetcher.reads.read_ahead(wanted, expire_s=60)
+    fetcher.reads.read_ahead(wanted, expire_s=60)
     await until(lambda: store.num_gets > 0)
     pool = PoisonedPool(2)
     assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
@@ -74,7 +75,7 @@ async def test_a_span_that_two_batches_share_is_read_once(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
     pool = PoisonedPool(8)
-    fetcher.read_ahead(sources(segment, range(1, 6)), expire_s=60)
+    fetcher.reads.read_ahead(sources(segment, range(1, 6)), expire_s=60)
     assert (await fetch(fetcher, sources(segment, [1, 2]), pool, [1, 2])).num_pages == 2
     assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
     assert holds(pool, segment, range(1, 6), range(1, 6))
@@ -88,7 +89,7 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
     wanted = sources(segment, range(8))
     largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, ReadSize(600)))
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=8 * 20 * largest, may_delete=False)
+        fetcher = make_fetcher(store, pool, inflight_bytes=8 * 20 * largest)
         for page in (0, 2, 4):
             assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
         num_gets = store.num_gets
@@ -98,7 +99,7 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
             assert holds(memory, segment, [page], [page])
         assert store.num_gets == num_gets
 
-        bounded = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=8 * largest, may_delete=False)
+        bounded = make_fetcher(store, pool, inflight_bytes=8 * largest)
         for page in (0, 2, 4):
             await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
         for page, is_kept in ((5, True), (1, False)):  # only the last span
@@ -109,7 +110,7 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
 
 async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
     clock = LoopClock()
-    fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
+    fetcher.reads.read_ahead(sources(segment, range(8)), expire_s=60)
     await until(lambda: 0 < queued_bytes() <= 2000)
     await clock.advance(60)
     await assert_nothing_held(fetcher)
@@ -121,7 +122,7 @@ async def test_a_failed_read_ahead_is_not_kept_for_a_fetch(
     """The store may be back, and a segment that was deleted as damaged may have been written again."""
     store.fail_from = 0
     wanted = sources(segment, range(2))
-    fetcher.read_ahead(wanted, expire_s=60)
+    fetcher.reads.read_ahead(wanted, expire_s=60)
     await until(lambda: store.num_gets > 0 and fetcher.link.outstanding_bytes == 0)
     store.fail_from = None
     pool = PoisonedPool(2)
@@ -159,7 +160,7 @@ async def test_a_reader_whose_link_garbles_everything_deletes_nothing(store: Spo
     names = [coded.manifest.key.manifest_name for coded, _ in segments]
     store.flip_from = 0
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True)
+        fetcher = make_fetcher(store, pool, inflight_bytes=4000, may_delete=True)
         for segment in segments:
             assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
             await until_idle()
@@ -186,11 +187,9 @@ async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
     memory = MemoryCache(bytearray(1 << 20), 1 << 20)
     with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
-        fetcher = Fetcher(
-            store, decoders, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, memory=memory
-        )
+        fetcher = make_fetcher(store, decoders, may_delete=True, memory=memory)
         assert (await fetch(fetcher, wanted[:2], pool, [0, 1])).num_pages == 0
-        fetcher.read_ahead(wanted, expire_s=60)
+        fetcher.reads.read_ahead(wanted, expire_s=60)
         await until(lambda: store.num_gets > 4 and fetcher.link.outstanding_bytes == 0)
         store.answers.set()
         await until_idle()
@@ -215,7 +214,7 @@ async def test_reports_are_bounded(store: SpoiltStore) -> None:
     for coded, _ in segments:
         await commit_segment(store, coded)
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True)
+        fetcher = make_fetcher(store, pool, inflight_bytes=4000, may_delete=True)
         for segment in segments * 2:
             await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
             await asyncio.sleep(0)
@@ -230,7 +229,7 @@ async def test_reports_are_bounded(store: SpoiltStore) -> None:
 async def test_who_may_not_write_reports_nothing(segment: Segment, store: SpoiltStore) -> None:
     store.flip_from = 0
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=False)
+        fetcher = make_fetcher(store, pool, inflight_bytes=4000)
         await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
         await until_idle()
     assert store.reports == []
@@ -254,7 +253,7 @@ async def test_bytes_read_ahead_that_were_used_do_not_expire(
     clock, faults = LoopClock(), []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
     wanted = sources(segment, range(2))
-    fetcher.read_ahead(wanted, expire_s=600)
+    fetcher.reads.read_ahead(wanted, expire_s=600)
     await until(lambda: store.num_gets > 0)
     assert (await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])).num_pages == 2
     await clock.advance(600)
@@ -317,12 +316,12 @@ async def test_pages_that_are_not_fetched_measure_the_link(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetcher.link, "begin_probe", lambda: 600)
-    await fetcher.probe(sources(segment, range(8)))
+    await fetcher.reads.probe(sources(segment, range(8)))
     assert store.num_gets == len(fetcher.link.transfers) == 2
     store.fail_from = 0
-    await fetcher.probe(sources(segment, range(8)))  # a store that fails is nobody's loss
+    await fetcher.reads.probe(sources(segment, range(8)))  # a store that fails is nobody's loss
     monkeypatch.setattr(fetcher.link, "begin_probe", lambda: 0)
-    await fetcher.probe(sources(segment, range(8)))
+    await fetcher.reads.probe(sources(segment, range(8)))
     assert store.num_gets == 3
     assert fetcher.link.outstanding_bytes == 0
 
@@ -346,7 +345,7 @@ async def test_a_fetch_ends_once_the_rest_would_be_computed_sooner(
 
     monkeypatch.setattr(store, "get", get_the_first_span)
     monkeypatch.setattr(fetcher.link, "present_bps", after_the_first_span)
-    fetcher.read_ahead(wanted, expire_s=600)
+    fetcher.reads.read_ahead(wanted, expire_s=600)
     result = await fetcher.fetch(wanted, PoolPages(pool, range(8)), WAIT_S, compute_s=1.0)
     assert result == FetchResult(2, late=True)
     assert holds(pool, segment, range(2), range(2))
@@ -365,7 +364,7 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
     monkeypatch.setattr(Link, "is_full", False)
     store.gate.clear()
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
+        fetcher = make_fetcher(store, pool)
         destination, is_requested = PoolPages(PoisonedPool(8), range(8)), asyncio.Event()
         task = asyncio.create_task(
             fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
@@ -400,9 +399,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
         under_way -= 1
 
     with closing(Watched([{}] * 4)) as pool:
-        bounded = Fetcher(
-            store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False, decode_bytes=2 * largest
-        )
+        bounded = make_fetcher(store, pool, decode_bytes=2 * largest)
         memory = PoisonedPool(8)
         result = await bounded.fetch(wanted, PoolPages(memory, range(8)), WAIT_S)
         assert result.num_pages == 8
@@ -416,7 +413,7 @@ async def test_what_would_come_too_late_is_not_asked_for(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
 ) -> None:
     link = measured_link(1000, bytes_per_s)
-    fetcher = Fetcher(store, fetcher.pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True, link=link)
+    fetcher = make_fetcher(store, fetcher.pool, inflight_bytes=4000, may_delete=True, link=link)
     result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), range(8))
     assert (result.late, result.failures) == (is_late, ())
     assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))

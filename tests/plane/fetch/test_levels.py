@@ -29,6 +29,7 @@ from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
+from tests.fetchers import make_fetcher
 from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held, measured_link
 
 NUM_PAGES = 4
@@ -64,7 +65,7 @@ def pool() -> Iterator[DecodePool[Decoders]]:
 
 
 def fetcher_of(store: SpoiltStore, pool: DecodePool[Decoders], tolerance: Tolerance) -> Fetcher:
-    return Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, tolerance=tolerance)
+    return make_fetcher(store, pool, may_delete=True, tolerance=tolerance)
 
 
 def sources(coded: CodedSegment) -> list[PageSource]:
@@ -152,9 +153,9 @@ async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
     store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment
 ) -> None:
     fetcher = fetcher_of(store, pool, ANY)
-    fetcher.read_ahead(sources(laddered), expire_s=60)
+    fetcher.reads.read_ahead(sources(laddered), expire_s=60)
     await until(lambda: fetcher.link.goodput_bps is not None)
-    fetcher._chooser.tolerance = AT_ONCE
+    fetcher.reads.chooser.tolerance = AT_ONCE
     result, values = await fetched(fetcher, sources(laddered))
     assert result.num_pages == NUM_PAGES
     assert same(values, values_at(laddered, LEVELS))

@@ -137,7 +137,7 @@ async def test_a_fetch_chooses_once_a_span_and_its_spans_may_differ(
 async def test_what_is_read_ahead_is_not_chosen_again(
     choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
 ) -> None:
-    choosing.read_ahead(wanted(made)[:4], expire_s=60)
+    choosing.reads.read_ahead(wanted(made)[:4], expire_s=60)
     await until_idle()
     num_gets, pool = store.num_gets, PoisonedPool(8)
     assert recorder.spans == [0, 1]

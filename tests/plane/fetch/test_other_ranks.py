@@ -23,14 +23,15 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.codec.quant.profiles import make_profile
+from tests.fetchers import make_fetcher
 from tests.segments import make_heads, make_segment, make_values, page_hashes
 
 GEOMETRY = KVGeometry(num_layers=5, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=4, dtype="bfloat16")
@@ -113,9 +114,7 @@ class Rank:
 
     async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
         with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
-            fetcher = Fetcher(
-                self.store, decoders, read_size=ReadSize(1 << 20), inflight_bytes=1 << 20, may_delete=False
-            )
+            fetcher = make_fetcher(self.store, decoders, read_bytes=1 << 20)
             return await fetcher.fetch(sources, PoolPages(self.pool, range(len(sources))), WAIT_S)
 
     def holds(self, num_pages: int) -> bool:

@@ -21,10 +21,9 @@ from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
+from sgl_kvfetch.plane.fetch.fetcher import PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
-from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
@@ -33,6 +32,7 @@ from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, segment
 from tests.directory.test_dropped_levels import chain
+from tests.fetchers import make_fetcher
 from tests.plane.fetch.test_levels import values_at
 
 pytestmark = pytest.mark.process
@@ -98,7 +98,7 @@ async def manifests(store: Store) -> list[Manifest | None]:
 
 async def fetched(store: Store, number: int) -> CellValues:
     with closing(DecodePool[Decoders]([{}])) as pool:
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
+        fetcher = make_fetcher(store, pool)
         finder = PageFinder(store, SPEC.heads, KLT, print, tolerance=Tolerance(1))
         sources = await finder.find_pages(list(chain(number).manifest.page_hashes), WAIT_S)
         memory = MemoryPool(GEOMETRY, 4, 0.0)

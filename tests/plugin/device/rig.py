@@ -147,8 +147,8 @@ class Rig:
 
     @property
     def parts(self) -> Any:
-        assert self.linker._parts is not None
-        return self.linker._parts
+        assert self.linker._attached is not None
+        return self.linker._attached
 
     @property
     def service(self) -> Service:

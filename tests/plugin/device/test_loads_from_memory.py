@@ -21,7 +21,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.engine import process
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.reads import UnitReader
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plugin.device import gpu_loads, linker
 from sgl_kvfetch.protocol import quantiser as quantisers
@@ -64,9 +64,9 @@ def store(tmp_path: Path) -> Iterator[str]:
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What the data plane does with bytes: how many it reads, how many units it copies, how many cells it verifies."""
     done = Counter[str]()
-    transmit, copy, verified = Fetcher._transmit, MemoryCache._copy, SegmentReader.verified_cell
+    transmit, copy, verified = UnitReader._transmit, MemoryCache._copy, SegmentReader.verified_cell
 
-    async def count_transmit(self: Fetcher, unit: Any, *args: Any) -> None:
+    async def count_transmit(self: UnitReader, unit: Any, *args: Any) -> None:
         done["read"] += unit.size_bytes
         await transmit(self, unit, *args)
 
@@ -78,7 +78,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         done["verified"] += 1
         return verified(*args)
 
-    monkeypatch.setattr(Fetcher, "_transmit", count_transmit)
+    monkeypatch.setattr(UnitReader, "_transmit", count_transmit)
     monkeypatch.setattr(MemoryCache, "_copy", count_copy)
     monkeypatch.setattr(SegmentReader, "verified_cell", count_verified)
     return done
@@ -102,7 +102,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def memory_of(rig: Rig) -> MemoryCache:
-    return rig.service.client.memory
+    return rig.service.client.reads.memory
 
 
 def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
