@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,26 @@ from harness.small_segments import FOLDER
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 
+MakeStore = Callable[..., LocalStore]
+
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
-    store = LocalStore(tmp_path, orphan_age_s=60)
-    yield store
-    await store.close()
+async def make(tmp_path: Path) -> AsyncIterator[MakeStore]:
+    """Makes stores on one directory, or on folders in it, and closes them at the end."""
+    stores = []
+
+    def make(folder: str = "", **options: Any) -> LocalStore:
+        stores.append(LocalStore(tmp_path / folder, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+def store(make: MakeStore) -> LocalStore:
+    return make(orphan_age_s=60)
 
 
 def disk_bytes(root: Path) -> int:

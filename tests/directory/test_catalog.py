@@ -16,6 +16,8 @@ import pytest
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
+from tests.directory.conftest import MakeStore
+from tests.stores.conformance import failing
 
 CHAIN = page_hashes(4)
 LIMIT_BYTES = 32 << 10
@@ -31,21 +33,19 @@ def limited_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_log_that_may_not_grow_means_a_full_store(tmp_path: Path) -> None:
+async def test_a_log_that_may_not_grow_means_a_full_store(make: MakeStore) -> None:
     """As with a quota: SQLite says only that there was an I/O error."""
-    store = LocalStore(tmp_path)
+    store = make()
     await put_segment(store, make_segment(CHAIN, 0, 4))
 
     async def put_many() -> None:
         for number in range(100):
             await store.put(data_object(bytes([number])), bytes([number]))
 
-    with limited_files(), pytest.raises(StoreError, match="File too large") as caught:
+    with limited_files(), failing("full", "File too large", retriable=True):
         await put_many()
-    assert (caught.value.reason, caught.value.retriable) == ("full", True)
     await store.put(data_object(b"more"), b"more")
     assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
-    await store.close()
 
 
 @contextmanager
@@ -104,12 +104,11 @@ class StandstillLock:
 
 
 async def test_a_write_goes_on_after_the_machine_has_stood_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it waits for has stood still as well."""
     monkeypatch.setattr("sgl_kvfetch.directory.catalog._BUSY_S", 0.5)
-    store = LocalStore(tmp_path)
+    store = make()
     monkeypatch.setattr(store._catalog, "_writer_lock", StandstillLock(1.0))
     await put_segment(store, make_segment(CHAIN, 0, 4))
     assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
-    await store.close()

@@ -6,10 +6,9 @@ import asyncio
 import errno
 import os
 import sqlite3
-import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,17 @@ from sgl_kvfetch.directory import catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
-from tests.directory.conftest import disk_bytes
+from tests.directory.conftest import MakeStore, disk_bytes
+from tests.stores.conformance import failing
 
 SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
 CAPACITY = 16 * SIZE
 
-MakeStore = Callable[..., LocalStore]
-
 
 @pytest.fixture
-async def make(tmp_path: Path) -> AsyncIterator[MakeStore]:
-    """Makes stores on one directory, one after the other, bounded unless told otherwise, and closes them."""
-    stores = []
-
-    def make(**options: object) -> LocalStore:
-        stores.append(LocalStore(tmp_path, **({"capacity_bytes": CAPACITY} | options)))  # type: ignore[arg-type]
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        await store.close()
+def make(make: MakeStore) -> MakeStore:
+    """Bounded unless told otherwise."""
+    return partial(make, capacity_bytes=CAPACITY)
 
 
 def chain(number: int) -> list[bytes]:
@@ -48,6 +38,11 @@ def chain(number: int) -> list[bytes]:
 
 async def put(store: LocalStore, number: int) -> None:
     await put_segment(store, make_segment(chain(number), 0, 4, content=number))
+
+
+async def fill(store: LocalStore, numbers: range) -> None:
+    for number in numbers:
+        await put(store, number)
 
 
 async def found(store: LocalStore, numbers: range) -> int:
@@ -92,8 +87,7 @@ async def test_only_the_owner_may_read(make: MakeStore, tmp_path: Path) -> None:
 
 async def test_lookups_go_on_during_an_eviction(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make()
-    for number in range(16):
-        await put(store, number)
+    await fill(store, range(16))
     reached, go_on = threading.Event(), threading.Event()
     unlink = os.unlink
 
@@ -116,8 +110,7 @@ async def test_lookups_go_on_during_an_eviction(make: MakeStore, monkeypatch: py
 
 async def test_uploads_without_a_manifest_neither_empty_nor_wedge_the_store(make: MakeStore) -> None:
     store = make()
-    for number in range(12):
-        await put(store, number)
+    await fill(store, range(12))
     for number in range(40):
         content = orphan(number)
         await store.put(data_object(content), content)
@@ -130,15 +123,13 @@ async def test_uploads_without_a_manifest_neither_empty_nor_wedge_the_store(make
 
 async def test_a_body_that_cannot_fit_evicts_nothing(make: MakeStore) -> None:
     store = make()
-    for number in range(12):
-        await put(store, number)
+    await fill(store, range(12))
     content = orphan(0)
     await store.put(data_object(content), content)
     for size in (CAPACITY + 1, CAPACITY - SIZE):  # too large at all, and too large beside the data that is there
-        with pytest.raises(StoreError) as caught:
+        with failing("too_large", retriable=False):
             async with store.upload(data_object(b"large"), size):
                 raise AssertionError("room was reserved")
-        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
     assert await found(store, range(12)) == 12
     assert (await store.usage()).num_evicted == 0
 
@@ -146,8 +137,7 @@ async def test_a_body_that_cannot_fit_evicts_nothing(make: MakeStore) -> None:
 async def test_nothing_is_evicted_for_a_body_of_unknown_size_beyond_a_tenth(make: MakeStore) -> None:
     """Its pieces are small, and each would fit after an eviction."""
     store = make()
-    for number in range(16):
-        await put(store, number)
+    await fill(store, range(16))
     async with store.upload(data_object(b"large")) as upload:
         await upload.write(bytes(SIZE))
         with pytest.raises(StoreError, match="more than a tenth of a store") as caught:
@@ -160,13 +150,11 @@ async def test_nothing_is_evicted_for_a_body_of_unknown_size_beyond_a_tenth(make
 async def test_a_body_larger_than_the_disk_evicts_nothing(make: MakeStore, disk: Disk) -> None:
     """The store has no capacity: the disk is the limit, less what others have of it."""
     store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
-    for number in range(1, 14):
-        await put(store, number)
+    await fill(store, range(1, 14))
     for size in (16 * SIZE + 1, 5 * SIZE):  # more than the disk would have, and more than a tenth of that
-        with pytest.raises(StoreError) as caught:
+        with failing("too_large", retriable=False):
             async with store.upload(data_object(b"large"), size):
                 raise AssertionError("room was reserved")
-        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
     async with store.upload(data_object(b"small"), SIZE // 2):  # fits
         pass
     assert await found(store, range(14)) == 14
@@ -179,8 +167,7 @@ async def test_a_disk_that_frees_nothing_costs_one_write_a_tenth_of_the_store(
 ) -> None:
     """As where snapshots keep what is deleted."""
     store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
-    for number in range(1, 16):
-        await put(store, number)
+    await fill(store, range(1, 16))
     before = (await store.usage()).num_evicted
     monkeypatch.setattr(Disk, "f_bavail", 4 * SIZE)
     monkeypatch.setattr(DiskRoom, "_taken_bytes", lambda self: 0)
@@ -192,8 +179,7 @@ async def test_a_disk_that_frees_nothing_costs_one_write_a_tenth_of_the_store(
 
 async def test_a_smaller_capacity_than_before_is_reached_in_several_writes(make: MakeStore) -> None:
     store = make(capacity_bytes=4 * CAPACITY)
-    for number in range(64):
-        await put(store, number)
+    await fill(store, range(64))
     await store.close()
     store = make(capacity_bytes=2 * CAPACITY)
     evicted = 0
@@ -240,21 +226,9 @@ async def test_announced_uploads_reserve_their_size(make: MakeStore, tmp_path: P
     assert (await store.usage()).stored_bytes == len(contents[2])
 
 
-async def test_uploads_that_are_given_up_leave_no_rows(make: MakeStore, tmp_path: Path) -> None:
-    store = make()
-    for number in range(3):
-        with pytest.raises(StoreError, match="digest"):
-            await store.put(data_object(orphan(number)), b"other bytes")
-    with sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite") as db:
-        for table in ("files", "segments"):
-            assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
-    db.close()
-
-
 async def test_files_that_are_read_slowly_count(make: MakeStore, tmp_path: Path) -> None:
     store = make()
-    for number in range(14):
-        await put(store, number)
+    await fill(store, range(14))
     opened = [await store.open_object(make_segment(chain(n), 0, 4, content=n).data_name) for n in range(14)]
     for number in range(14, 40):
         await until_room(store, number)
@@ -301,8 +275,7 @@ async def test_a_full_disk_evicts_and_writes_again(
         return write(fd, data)
 
     monkeypatch.setattr("sgl_kvfetch.directory.files.os.write", limited)
-    for number in range(20):
-        await put(store, number)
+    await fill(store, range(20))
     assert await found(store, range(17, 20)) == 3
     usage = await store.usage()
     assert usage.num_evicted >= 12
@@ -348,12 +321,10 @@ async def test_some_of_the_disk_stays_free(make: MakeStore, disk: Disk) -> None:
 
 async def test_others_may_take_as_much_as_the_reserve(make: MakeStore, disk: Disk) -> None:
     store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
-    for number in range(1, 20):
-        await put(store, number)
+    await fill(store, range(1, 20))
     assert await found(store, range(20)) >= 15
     disk.others_bytes = 4 * SIZE
-    for number in range(20, 40):
-        await put(store, number)
+    await fill(store, range(20, 40))
     assert disk.f_bavail >= 4 * SIZE
     assert 11 <= await found(store, range(40)) <= 12
 
@@ -364,8 +335,7 @@ async def test_nothing_is_evicted_for_what_others_take_beyond_the_reserve(
 ) -> None:
     """Whether they fill the disk slowly or at once: then the store is read only, and says so."""
     store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
-    for number in range(1, 20):
-        await put(store, number)
+    await fill(store, range(1, 20))
     number, refused = 20, 0
     while disk.others_bytes < 40 * SIZE:
         disk.others_bytes += step
@@ -391,8 +361,7 @@ async def test_what_a_day_ago_was_others_is_theirs(
 ) -> None:
     """Logs that grow slowly get their room."""
     store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
-    for number in range(1, 20):
-        await put(store, number)
+    await fill(store, range(1, 20))
     monotonic = time.monotonic
     for day in range(1, 4):
         disk.others_bytes = day * 4 * SIZE
@@ -408,8 +377,7 @@ async def test_a_disk_that_others_keep_full_costs_one_eviction(
 ) -> None:
     """As of a quota, which only a failed write shows: what is freed is gone at once."""
     store = make(capacity_bytes=None)
-    for number in range(10):
-        await put(store, number)
+    await fill(store, range(10))
     monkeypatch.setattr("sgl_kvfetch.directory.files.os.write", no_space)
     monkeypatch.setattr(DiskRoom, "_free_bytes", lambda room: 1 << 40)  # whatever else uses this machine's disk
     for number in range(10, 20):
@@ -423,41 +391,6 @@ async def test_a_disk_that_others_keep_full_costs_one_eviction(
 
 def no_space(fd: int, data: bytes) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.usefixtures("tiny_stores")
-@pytest.mark.process
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_tiny_file_system(tmp_path: Path) -> None:
-    """What health says is what writes find."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], check=False).returncode:
-        pytest.skip("cannot mount a file system")
-
-    async def write() -> None:
-        store = LocalStore(tmp_path / "store")
-        outcomes = set()
-        for number in range(11):
-            wrote = await fits_pages(store, number)
-            usage = await store.usage()
-            assert (usage.write_problem is None) == wrote, usage.write_problem
-            outcomes.add(wrote)
-        assert False in outcomes
-        await store.close()
-
-    try:
-        asyncio.run(write())
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
-async def fits_pages(store: LocalStore, number: int) -> bool:
-    try:
-        await put_segment(store, make_segment(page_hashes(64, f"chain {number}"), 0, 64))
-    except StoreError as e:
-        if e.reason != "full":
-            raise
-        return False
-    return True
 
 
 async def test_no_statement_of_a_write_reads_a_whole_table(
@@ -526,8 +459,7 @@ async def test_an_eviction_that_a_full_disk_undoes_does_not_leave_a_segment_with
         return num_bytes
 
     monkeypatch.setattr(DiskRoom, "_evict_segment", fail_once)
-    for number in range(40):
-        await put(store, number)
+    await fill(store, range(40))
     assert failed
     assert await found(store, range(36, 40)) == 4
     assert (await store.usage()).num_segments == await found(store, range(40))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,9 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores import Pin
-from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, SPEC, segment
+from tests.directory.conftest import MakeStore
 from tests.fetchers import make_fetcher
 from tests.segments import page_hashes
 
@@ -33,21 +33,12 @@ pytestmark = pytest.mark.usefixtures("tiny_stores")
 
 WHOLE = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
 FOLDER = SPEC.heads.folder
-MakeStore = Callable[..., LocalStore]
 
 
 @pytest.fixture
-async def make(tmp_path: Path) -> AsyncIterator[MakeStore]:
-    """Makes stores with room for six whole segments."""
-    stores = []
-
-    def make(**options: int) -> LocalStore:
-        stores.append(LocalStore(tmp_path, capacity_bytes=6 * WHOLE, **options))
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        await store.close()
+def make(make: MakeStore) -> MakeStore:
+    """With room for six whole segments."""
+    return partial(make, capacity_bytes=6 * WHOLE)
 
 
 def chain(number: int) -> CodedSegment:
@@ -66,30 +57,20 @@ async def lost(store: LocalStore, number: int) -> int | None:
     return decode_manifest(hits[0].manifest).variants[0].num_dropped if hits else None
 
 
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
-
-
 async def test_without_being_told_no_level_is_dropped(make: MakeStore) -> None:
     store = make()
     await fill(store, range(12))
     assert {await lost(store, number) for number in range(12)} == {0, None}
 
 
-async def test_what_is_pinned_keeps_its_levels_and_all_variants_lose_them_alike(make: MakeStore) -> None:
-    store = make(drop_levels=1)
-    await fill(store, [0])
-    await put_pin(store, Pin("a prompt", 1, b"".join(chain(0).manifest.page_hashes)))
-    other = chain(1)
+async def test_all_variants_lose_levels_alike(make: MakeStore) -> None:
+    store, other = make(drop_levels=1), chain(0)
     (variant,) = other.manifest.variants
     twice = msgspec.structs.replace(other.manifest, variants=(variant, msgspec.structs.replace(variant, codec="raw")))
-    await commit_segment(
-        store, replace(other, manifest=twice, more_data=(other.data,), level_data=other.level_data * 2)
-    )
-    await fill(store, range(2, 6))
-    assert await lost(store, 0) == 0
-    assert await lost(store, 1) == 1
-    hits = (await store.lookup(FOLDER, chain(1).manifest.page_hashes)).hits
+    both = replace(other, manifest=twice, more_data=(other.data,), level_data=other.level_data * 2)
+    await commit_segment(store, both)
+    await fill(store, range(1, 6))
+    hits = (await store.lookup(FOLDER, other.manifest.page_hashes)).hits
     assert [variant.num_dropped for variant in decode_manifest(hits[0].manifest).variants] == [1, 1]
 
 

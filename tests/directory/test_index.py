@@ -150,17 +150,6 @@ def test_lookup_matches_the_contract(
         page += hit.num_pages
 
 
-def test_removing_everything_leaves_nothing() -> None:
-    with empty_index() as pages:
-        manifests = [segment(chain, 0, length) for chain in CHAINS for length in (1, 4, 16)]
-        for manifest in manifests:
-            pages.add(manifest)
-        for name in {manifest.name for manifest in manifests}:
-            assert pages.remove(name)
-        assert [pages.count(table) for table in ("segments", "files", "chains", "pages")] == [0] * 4
-        assert pages.db.execute("SELECT bytes, pending_bytes FROM totals").fetchone() == (0, 0)
-
-
 def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
     chain = CHAINS[0]
     # The right last page, after pages of another prefix, and at another place in the sequence.

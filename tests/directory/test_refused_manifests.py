@@ -20,7 +20,7 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
-from tests.directory.conftest import rebuild, write_files
+from tests.directory.conftest import MakeStore, rebuild, write_files
 
 CHAIN = page_hashes(4)
 NUM_GOOD = 100  # more than a sweep reads in one transaction
@@ -57,14 +57,14 @@ async def test_no_manifest_has_a_page_hash_twice(tmp_path: Path) -> None:
     assert not (tmp_path / name).exists()
 
 
-async def test_a_bad_manifest_in_the_directory_costs_itself_alone(tmp_path: Path) -> None:
+async def test_a_bad_manifest_in_the_directory_costs_itself_alone(make: MakeStore, tmp_path: Path) -> None:
     for number in range(NUM_GOOD):
         write_files(tmp_path, make_segment(page_hashes(4, f"{number}"), 0, 4))
     write_files(tmp_path, REPEATED)
     orphan = tmp_path / data_object(b"left by a dead writer")
     orphan.write_bytes(b"left by a dead writer")
     os.utime(orphan, (0, 0))
-    store = LocalStore(tmp_path, orphan_age_s=60)
+    store = make(orphan_age_s=60)
     await rebuild(store)
     await store.collect()
     usage = await store.usage()
@@ -74,7 +74,6 @@ async def test_a_bad_manifest_in_the_directory_costs_itself_alone(tmp_path: Path
         assert parts(await store.lookup(FOLDER, page_hashes(4, f"{number}"))) == [(0, 4)]
     assert usage.write_problem is None
     await put_segment(store, make_segment(page_hashes(4, "new"), 0, 4))
-    await store.close()
 
 
 async def test_pages_with_the_same_key_are_found_and_forgotten_each(store: LocalStore) -> None:
@@ -115,19 +114,18 @@ async def test_a_manifest_that_the_catalog_refuses_gets_no_name(
 
 
 async def test_a_manifest_that_the_catalog_refuses_ends_no_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = make_segment(CHAIN, 0, 4)
     _refuse(monkeypatch, refused)
     for number in range(NUM_GOOD):
         write_files(tmp_path, make_segment(page_hashes(4, f"{number}"), 0, 4))
     write_files(tmp_path, refused)
-    store = LocalStore(tmp_path)
+    store = make()
     await rebuild(store)
     assert (await store.usage()).num_segments == NUM_GOOD
     assert (await store.lookup(FOLDER, CHAIN)).hits == ()
     await store.put(refused.data_name, refused.data)  # makes the store look at the manifest again
-    await store.close()
 
 
 def _refuse(monkeypatch: pytest.MonkeyPatch, refused: CodedSegment) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from harness.waiting import WAIT_S
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.directory import rows
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.repair import Repair
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from tests.directory.conftest import age, disk_bytes, rebuild, write_files
+from tests.directory.conftest import MakeStore, age, disk_bytes, rebuild, write_files
 
 CHAIN = page_hashes(8)
 FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
@@ -46,40 +46,35 @@ def entries(root: Path) -> set[str]:
 
 
 async def until_found(store: LocalStore, expected: list[tuple[int, int]]) -> None:
-    for _ in range(6000):
-        if parts(await store.lookup(FOLDER, CHAIN)) == expected:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("not found in a minute")
+    async def is_found() -> bool:
+        return parts(await store.lookup(FOLDER, CHAIN)) == expected
+
+    await until(is_found)
 
 
-async def test_a_restart_reads_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = LocalStore(tmp_path)
+async def test_a_restart_reads_no_manifest(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = make()
     await put_segment(before, FIRST)
     usage = await before.usage()
     await before.close()
     monkeypatch.setattr(rows, "decode_named_manifest", None)
-    store = LocalStore(tmp_path)
+    store = make()
     assert await store.warm_up() == 1
     assert await store.usage() == usage
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
-    await store.close()
 
 
-async def test_reading_files_makes_no_catalog(store: LocalStore, tmp_path: Path) -> None:
+async def test_reading_makes_no_catalog(store: LocalStore, tmp_path: Path) -> None:
+    empty = LocalStore(tmp_path / "new")
+    assert await empty.lookup(FOLDER, CHAIN) == Lookup(())
+    assert (await empty.usage()).stored_bytes == 0
+    await empty.collect()
+    assert not empty.root.exists()
+    await empty.close()
     write_files(tmp_path, FIRST)
     assert await store.get(FIRST.data_name) == FIRST.data
     assert len([info async for info in store.list()]) == 2
     assert entries(tmp_path) == {FOLDER}
-
-
-async def test_an_empty_directory_is_left_alone(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "new")
-    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
-    assert (await store.usage()).stored_bytes == 0
-    await store.collect()
-    assert not store.root.exists()
-    await store.close()
 
 
 async def test_files_without_a_catalog_are_found_in_the_background(
@@ -96,16 +91,15 @@ async def test_files_without_a_catalog_are_found_in_the_background(
     assert (await store.usage()).stored_bytes == disk_bytes(tmp_path)
 
 
-async def test_a_bounded_store_counts_all_files_before_it_writes(tmp_path: Path) -> None:
+async def test_a_bounded_store_counts_all_files_before_it_writes(make: MakeStore, tmp_path: Path) -> None:
     segments = [make_segment(page_hashes(4, f"chain {i}"), 0, 4, content=i) for i in range(16)]
     write_files(tmp_path, *segments)
     capacity = disk_bytes(tmp_path)
-    store = LocalStore(tmp_path, capacity_bytes=capacity)
+    store = make(capacity_bytes=capacity)
     await put_segment(store, FIRST)
     assert disk_bytes(tmp_path) <= capacity
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
     assert 1 <= (await store.usage()).num_evicted <= 4
-    await store.close()
 
 
 def in_database(script: str) -> Callable[[Path], None]:
@@ -132,15 +126,15 @@ def in_database(script: str) -> Callable[[Path], None]:
     ids=["overwritten", "cut", "removed", "another version", "without totals"],
 )
 async def test_a_catalog_that_is_unusable_is_rebuilt(
-    tmp_path: Path, spoil: Callable[[Path], None], is_read: bool
+    make: MakeStore, tmp_path: Path, spoil: Callable[[Path], None], is_read: bool
 ) -> None:
-    before = LocalStore(tmp_path)
+    before = make()
     for segment in (FIRST, SECOND):
         await put_segment(before, segment)
     usage = await before.usage()
     await before.close()
     spoil(tmp_path / ".catalog" / "catalog.sqlite")
-    store = LocalStore(tmp_path, capacity_bytes=1 << 30)
+    store = make(capacity_bytes=1 << 30)
     if is_read:
         await store.warm_up()
     else:
@@ -148,10 +142,9 @@ async def test_a_catalog_that_is_unusable_is_rebuilt(
     await until_found(store, [(0, 4), (0, 4)])
     assert await store.usage() == usage
     assert entries(tmp_path) == {FOLDER, ".catalog"}
-    await store.close()
 
 
-async def test_a_catalog_that_becomes_corrupt_is_rebuilt(store: LocalStore, tmp_path: Path) -> None:
+async def test_a_catalog_that_becomes_corrupt_is_rebuilt(store: LocalStore, make: MakeStore, tmp_path: Path) -> None:
     for segment in (FIRST, SECOND):
         await put_segment(store, segment)
     await store.close()
@@ -159,12 +152,11 @@ async def test_a_catalog_that_becomes_corrupt_is_rebuilt(store: LocalStore, tmp_
     content = bytearray(path.read_bytes())
     content[4096:] = os.urandom(len(content) - 4096)  # the first page is sound: it opens
     path.write_bytes(content)
-    again = LocalStore(tmp_path)
+    again = make()
     with contextlib.suppress(StoreError):  # the call that comes upon the corrupt part
         await put_segment(again, FIRST)
     await put_segment(again, FIRST)
     await until_found(again, [(0, 4), (0, 4)])
-    await again.close()
 
 
 async def test_a_manifest_is_found_while_a_writer_replaces_it(store: LocalStore, tmp_path: Path) -> None:
@@ -217,15 +209,6 @@ async def test_a_manifest_that_was_replaced_by_other_means_is_found(store: Local
     write_files(tmp_path, other)
     (hit,) = (await store.lookup(FOLDER, CHAIN)).hits
     assert hit.manifest == other.manifest.encode()
-
-
-async def test_orphans_put_by_other_means_are_collected_once_old(store: LocalStore, tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
-    for segment in (FIRST, SECOND):
-        (tmp_path / segment.data_name).write_bytes(segment.data)
-    age(tmp_path / FIRST.data_name)
-    await store.collect()
-    assert {info.name async for info in store.list()} == {SECOND.data_name}
 
 
 async def test_old_data_of_a_rebuilt_store_is_kept(store: LocalStore, tmp_path: Path) -> None:

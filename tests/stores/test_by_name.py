@@ -9,7 +9,7 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.stores.base import lookup_by_name, possible_lengths
+from sgl_kvfetch.stores.base import lookup_by_name
 
 
 class Bucket:
@@ -39,13 +39,6 @@ class Bucket:
         self._next = None
 
 
-@pytest.mark.parametrize(
-    ("position", "expected"), [(None, [8, 4, 2, 1]), (12, [4, 2, 1]), (16, [8, 4, 2, 1]), (7, [1])]
-)
-def test_few_lengths_are_possible(position: int | None, expected: list[int]) -> None:
-    assert possible_lengths(15, position) == expected
-
-
 async def test_a_prefix_takes_a_round_trip_for_each_segment() -> None:
     chain = page_hashes(28)
     segments = list(buddy_split(0, 28, 16))
@@ -57,47 +50,27 @@ async def test_a_prefix_takes_a_round_trip_for_each_segment() -> None:
     assert bucket.num_requests == 5 + 4 + 3  # lengths up to 16, 8 and 4
 
 
-async def test_a_miss_takes_one_round_trip() -> None:
+async def test_a_miss_takes_one_round_trip_and_pages_behind_the_run_one_more() -> None:
+    chain = page_hashes(256)
     bucket = Bucket([])
-    assert (await lookup_by_name(bucket.get, FOLDER, page_hashes(256))).hits == ()
+    assert (await lookup_by_name(bucket.get, FOLDER, chain)).hits == ()
     assert (bucket.num_rounds, bucket.num_requests) == (1, 9)
-
-
-async def test_pages_behind_the_run_cost_one_more_round_trip() -> None:
-    chain = page_hashes(40)
     bucket = Bucket(chain, (0, 32))
-    assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 32)]
+    assert parts(await lookup_by_name(bucket.get, FOLDER, chain[:40])) == [(0, 32)]
     assert bucket.num_rounds == 2
-
-
-async def test_a_lookup_may_begin_in_the_middle_of_a_sequence() -> None:
-    chain = page_hashes(16)
-    bucket = Bucket(chain, (4, 4), (8, 8))
-    assert parts(await lookup_by_name(bucket.get, FOLDER, chain[4:])) == [(0, 4), (0, 8)]
-
-
-async def test_segments_that_begin_before_or_end_behind_the_pages_are_not_found() -> None:
-    chain = page_hashes(16)
-    bucket = Bucket(chain, (0, 8))
-    assert (await lookup_by_name(bucket.get, FOLDER, chain[:7])).hits == ()
-    assert (await lookup_by_name(bucket.get, FOLDER, chain[4:])).hits == ()
 
 
 async def test_a_manifest_that_is_malformed_or_has_other_pages_is_not_used() -> None:
     chain, other = page_hashes(8), page_hashes(8, "another")
-    for content in (b"", b"nonsense", make_segment(other, 0, 8).manifest.encode()):
-        bucket = Bucket(chain, (0, 8), (0, 4))
-        bucket.objects[make_segment(chain, 0, 8).manifest.key.manifest_name] = content
-        assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 4)]
-
-
-async def test_a_manifest_whose_position_does_not_fit_is_not_used() -> None:
-    chain = page_hashes(8)
     moved = chain[:4] + [page_hashes(1, "x")[0]] * 4 + chain[4:]
     bucket = Bucket(chain, (0, 4))
     lying = make_segment(moved, 8, 4).manifest  # the pages of 4 to 8, said to be at 8
     bucket.objects[lying.key.manifest_name] = lying.encode()
     assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 4)]
+    for content in (b"", b"nonsense", make_segment(other, 0, 8).manifest.encode()):
+        bucket = Bucket(chain, (0, 8), (0, 4))
+        bucket.objects[make_segment(chain, 0, 8).manifest.key.manifest_name] = content
+        assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 4)]
 
 
 async def test_a_failure_behind_the_first_segment_only_ends_the_run() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 from harness.faults import Fault, FaultyProxy
 from harness.reading import read_bytes
 from harness.s3_server import BUCKET, s3_config
-from harness.small_segments import data_object
+from harness.small_segments import FOLDER, data_object, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 from sgl_kvfetch.stores.s3 import S3Store
@@ -69,7 +70,7 @@ async def make(kind: str, link: FaultyProxy) -> AsyncIterator[Make]:
         yield make
 
 
-async def reason_of(call: Coroutine[Any, Any, object]) -> tuple[str, bool]:
+async def reason_of(call: Awaitable[object]) -> tuple[str, bool]:
     with pytest.raises(StoreError) as caught:
         await asyncio.wait_for(call, WAIT_S)
     assert "\n" not in str(caught.value)
@@ -88,19 +89,55 @@ async def test_faults_have_reasons(make: Make, link: FaultyProxy, fault: Fault, 
     await link.set(fault)
     store = make(timeout_s=0.5 if reason == "timeout" else WAIT_S, max_attempts=2)
     for call in (store.get(NAME), store.get(NAME, 500, 200_000), read_bytes(store, NAME, 500, 200_000)):
+        link.requests.clear()
         assert await reason_of(call) == (reason, reason not in LASTING)
+        assert reason not in LASTING or len(link.requests) == 1
     await link.set(None)
     assert await make().get(NAME) == CONTENT
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])
-@pytest.mark.parametrize("status", [500, 503])
-async def test_what_passes_is_tried_again(make: Make, link: FaultyProxy, status: int) -> None:
-    store = make()
-    for call in (lambda: store.put(NAME, CONTENT), lambda: store.get(NAME), lambda: store.delete(NAME)):
-        await link.set(Fault("error", status=status, times=1))
-        await call()
-    assert await store.get(NAME) is None
+@pytest.mark.parametrize(("fault", "reason"), [("refuse", "refused"), ("hang", "timeout"), ("error", "server")])
+async def test_every_call_ends_by_the_deadline(make: Make, link: FaultyProxy, fault: str, reason: str) -> None:
+    await link.set(Fault(fault))  # type: ignore[arg-type]
+    store = make(timeout_s=0.5 if reason == "timeout" else WAIT_S, max_attempts=2)
+    for call in (
+        store.put(NAME, CONTENT),
+        store.head(NAME),
+        store.delete(NAME),
+        store.lookup(FOLDER, page_hashes(1)),
+        anext(aiter(store.list())),
+    ):
+        assert (await reason_of(call))[0] == reason
+
+
+PASSING = [
+    *((kind, Fault("error", status=status, times=1)) for status in (500, 502, 503) for kind in ("http", "s3")),
+    *((kind, Fault("close", after_bytes=10, times=1)) for kind in ("http", "s3")),
+    ("http", Fault("wrong_length", extra_bytes=5, times=1)),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), PASSING, ids=lambda x: x if isinstance(x, str) else f"{x.kind}-{x.status}")
+async def test_what_passes_is_tried_again(kind: str, make: Make, link: FaultyProxy, fault: Fault) -> None:
+    retried: list[StoreError] = []
+    store = make(on_retry=retried.append)
+
+    async def names() -> list[str]:
+        return [info.name async for info in store.list()]
+
+    calls: list[tuple[Callable[[], Coroutine[Any, Any, object]], object]] = [
+        (lambda: store.put(NAME, CONTENT), None),
+        (lambda: store.get(NAME), CONTENT),
+        (lambda: store.lookup(FOLDER, page_hashes(1)), Lookup(())),
+        (names, [NAME]),
+        (lambda: store.delete(NAME), True),
+    ]
+    for call, expected in calls if fault.kind == "error" else calls[1:2]:
+        await link.set(fault)
+        assert await call() == expected
+    assert kind == "s3" or len(retried) == (5 if fault.kind == "error" else 1)  # obstore tells nobody
+    assert await store.get(NAME) == (None if fault.kind == "error" else CONTENT)
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch import user_files
 from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
-from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
@@ -101,24 +100,6 @@ async def test_what_others_encrypted_or_did_not_is_a_miss_that_names_the_key(
     # It does not keep their place from our own segment.
     await put_segment(encrypted, FIRST)
     assert parts(await encrypted.lookup(FOLDER, CHAIN)) == [(0, 4)]
-
-
-async def test_many_manifests_are_checked_off_the_event_loop(
-    plain: LocalStore, encrypted: KeyedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-
-    def note(data: bytes) -> set[str]:
-        threads.append(threading.current_thread())
-        return encryption_keys_of(data)
-
-    monkeypatch.setattr(keyed, "encryption_keys_of", note)
-    await put_segment(encrypted, FIRST)
-    threads.clear()
-    assert parts(await encrypted.lookup(FOLDER, CHAIN)) == [(0, 4)]
-    monkeypatch.setattr(keyed, "_FEW_BYTES", 10)
-    assert parts(await encrypted.lookup(FOLDER, CHAIN)) == [(0, 4)]
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_what_must_be_encrypted_is_never_put_without_it(encrypted: KeyedStore) -> None:

@@ -11,24 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.small_segments import FOLDER, make_segment, page_hashes
 from harness.waiting import WAIT_S
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex, decode_entry
-from sgl_kvfetch.stores.remote import Breaker
 
 STORE = "s3://bucket/prefix"
 CHAIN = page_hashes(16)
 
 
-@pytest.fixture(params=["one", "cluster"])
-def server(request: pytest.FixtureRequest) -> Iterator[RedisProcess]:
+@pytest.fixture(scope="module", params=["one", "cluster"])
+def redis(request: pytest.FixtureRequest) -> Iterator[RedisProcess]:
     if REDIS is None:
         pytest.skip(REDIS_MISSING)
     with RedisProcess(cluster=request.param == "cluster") as server:
         yield server
+
+
+@pytest.fixture
+def server(redis: RedisProcess) -> RedisProcess:
+    """An empty one."""
+    redis.client.flushall()
+    return redis
 
 
 def options(server: RedisProcess) -> IndexOptions:
@@ -113,62 +118,12 @@ async def test_garbage_is_nothing_and_is_replaced(server: RedisProcess, pages: P
     assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
 
 
-@pytest.mark.process
-async def test_many_pages_take_one_call(pages: PageIndex) -> None:
-    chain = page_hashes(1024)
-    manifest = make_segment(chain, 0, 1024).manifest
-    await pages.add(manifest)
-    found = await pages.find(FOLDER, chain)
-    assert [entry and entry.position for entry in found] == list(range(1024))
-    await pages.remove(FOLDER, {page_hash: entry for page_hash, entry in zip(chain, found, strict=True) if entry})
-    assert await pages.find(FOLDER, chain) == [None] * 1024
-
-
 def test_entries_have_a_fixed_form() -> None:
     entry = Entry(0x0102, 3, bytes(range(32)))
     assert entry.encode() == bytes([0, 0, 0, 0, 0, 0, 1, 2, 3, *range(32)])
     assert decode_entry(entry.encode()) == entry
     for value in (None, 5, b"", entry.encode()[:-1], b"\xff" * 41):
         assert decode_entry(value) is None
-
-
-@pytest.mark.process
-async def test_an_index_that_is_down_is_left_alone_for_a_while(server: RedisProcess) -> None:
-    failures: list[StoreError] = []
-    index = PageIndex(replace(options(server), on_failure=failures.append), STORE)
-    index._breaker = Breaker(first_pause_s=10 * WAIT_S)
-    server.kill()
-    reasons = []
-    for _ in range(4):
-        with pytest.raises(StoreError) as caught:
-            await index.find(FOLDER, CHAIN)
-        reasons.append(caught.value.reason)
-    assert reasons[-1] == "skipped"
-    assert "skipped" not in reasons[:3]
-    assert len(failures) == 3
-    await index.close()
-
-
-@pytest.mark.process
-async def test_an_index_that_hangs_is_given_up_in_time(index: RedisProcess) -> None:
-    async with FaultyProxy("127.0.0.1", index.port) as proxy:
-        proxy.cut()
-        slow = PageIndex(IndexOptions(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2), STORE)
-        async with asyncio.timeout(WAIT_S):
-            with pytest.raises(StoreError) as caught:
-                await slow.find(FOLDER, CHAIN)
-        assert caught.value.reason == "timeout"
-        await slow.close()
-
-
-@pytest.mark.process
-async def test_a_restarted_index_is_used_again(server: RedisProcess, pages: PageIndex) -> None:
-    await add(pages, 0, 4)
-    server.kill()
-    server.start()
-    assert await pages.find(FOLDER, CHAIN) == [None] * 16
-    await add(pages, 0, 4)
-    assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
 
 
 @pytest.mark.process
@@ -196,24 +151,6 @@ async def test_the_password_comes_from_the_url_or_the_environment_and_is_not_sho
             assert "wr0ng" not in str(caught.value)
             await index.close()
             monkeypatch.setenv(PASSWORD_ENV, "")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://:se-cret@host",
-        "redis://",
-        "redis://:se-cret@host:port",
-        "redis://host/not-a-number",
-        "redis://host?db=1",
-        "redis+cluster://host/1",
-        "host:6379",
-    ],
-)
-def test_bad_urls_are_refused_without_showing_them(url: str) -> None:
-    with pytest.raises(ConfigError, match="the index's URL") as caught:
-        IndexOptions(url)
-    assert "se-cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("answer", [b"%1\r\n*0\r\n:1\r\n", b"*1\r\n%1\r\n*0\r\n:1\r\n", b"?\r\n"])

@@ -22,7 +22,7 @@ from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.notes import PINS
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.stores.conformance import AdminStoreConformance
+from tests.stores.conformance import AdminStoreConformance, failing
 
 URL = f"s3://{BUCKET}/some/prefix"
 
@@ -64,9 +64,8 @@ async def test_large_objects_are_limited(s3: S3Server) -> None:
     store = S3Store(URL, options=HttpOptions(max_object_bytes=1000), config=s3.config)
     await store.put(NAME, CONTENT)
     for call in (store.get(NAME), store.get(NAME, 0, 1001)):
-        with pytest.raises(StoreError) as caught:
+        with failing("too_large"):
             await call
-        assert caught.value.reason == "too_large"
 
 
 @pytest.mark.process
@@ -141,9 +140,8 @@ async def test_a_server_that_does_not_support_if_match_is_named_and_not_trusted(
         store = S3Store(URL, config=s3_config(proxy.url))
         name, before, after = await _replaced(store)
         for _ in range(2):
-            with pytest.raises(StoreError, match="does not support If-Match") as caught:
+            with failing("invalid", "does not support If-Match"):
                 await store.replace(name, after, object_digest(before))
-            assert caught.value.reason == "invalid"
         with pytest.raises(StoreError, match="does not support If-Match"):
             await store.require_replace()
         assert await store.get(name) == before
@@ -178,30 +176,10 @@ async def test_the_probe_of_if_match_leaves_nothing(proxied: S3Store, s3_proxy: 
 async def test_a_probe_that_fails_is_made_again(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     name, before, after = await _replaced(proxied)
     await s3_proxy.set(Fault("error", status=503))
-    with pytest.raises(StoreError) as caught:
+    with failing("server"):
         await proxied.replace(name, after, object_digest(before))
-    assert caught.value.reason == "server"
     await s3_proxy.set(None)
     assert await proxied.replace(name, after, object_digest(before))
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://",
-        "s3:///x",
-        "s3://b?x",
-        "s3://b/x#y",
-        "s3://user@b/x",
-        "s3://b:80/x",
-        "s3://b/../x",
-        "s3://b//x",
-        "s3://b/ä",
-    ],
-)
-def test_bad_urls_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not s3://BUCKET"):
-        S3Store(url)
 
 
 def test_obstore_checks_the_config() -> None:
@@ -260,9 +238,8 @@ async def test_a_ca_that_is_replaced_counts_for_the_next_call(tmp_path: Path, mo
         tls = TlsFiles(ca=str(tmp_path / "ca.pem"))
         store = S3Store(URL, config=s3_config(url), options=HttpOptions(max_attempts=1, tls=tls))
         name = data_object(b"x")
-        with pytest.raises(StoreError) as caught:
+        with failing("tls"):
             await store.head(name)
-        assert caught.value.reason == "tls"
         new.cert_pem.write_to_path(tmp_path / "ca.pem")
         assert await store.head(name) is None
 
@@ -275,7 +252,6 @@ async def test_a_listing_of_notes_without_an_end_is_refused(s3: S3Server, monkey
 
     store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
     monkeypatch.setattr(store, "_list_folder", endless)
-    with pytest.raises(StoreError, match="names of a") as caught:
+    with failing("protocol", "names of a"):
         await store.notes(PINS)
-    assert caught.value.reason == "protocol"
     await store.close()

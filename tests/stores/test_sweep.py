@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import boto3
@@ -17,7 +17,6 @@ from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
@@ -88,27 +87,6 @@ async def test_a_lookup_is_a_use(
     assert parts(await reader.lookup(FOLDER, CHAIN[:16])) == [(0, 16)]
     await reader.close()
     assert [used is not None for used in await store.last_uses(KEYS)] == [True, False, False]
-
-
-@pytest.mark.process
-async def test_a_use_is_saved_that_comes_while_others_are_saved(
-    s3: S3Server, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
-    store = opened(s3, index.url)
-    record_uses, saved = store._index.record_uses, []
-
-    async def note_another(uses: Mapping[SegmentKey, float]) -> None:
-        saved.append(list(uses))
-        if len(saved) == 1:
-            store._record_use(KEYS[1])
-        await record_uses(uses)
-
-    monkeypatch.setattr(store._index, "record_uses", note_another)
-    store._record_use(KEYS[0])
-    await until(lambda: len(saved) == 2)
-    assert saved[1] == [KEYS[1]]
-    await store.close()
 
 
 @pytest.mark.process
@@ -205,6 +183,7 @@ async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
 async def test_one_sweeper_at_a_time(s3: S3Server, index: RedisProcess, store: IndexedS3Store) -> None:
     other = opened(s3, index.url)
     async with store.sweeping():
+        assert 0 < index.client.ttl(store._index._key(b"lease")) <= page_index._LEASE_S  # that of a dead one ends, too
         with pytest.raises(StoreError, match="another gc run holds the lock"):
             async with other.sweeping():
                 pytest.fail("two at a time")
@@ -232,12 +211,6 @@ async def test_a_sweeper_that_lost_its_lease_is_stopped(
     with pytest.raises(StoreError, match="another gc run holds the lock"):
         await asyncio.wait_for(sweep_for_ever(), WAIT_S)
     assert index.client.get(store._index._key(b"lease")) == b"another"
-
-
-@pytest.mark.process
-async def test_the_lease_of_a_dead_sweeper_ends(store: IndexedS3Store, index: RedisProcess) -> None:
-    async with store.sweeping():
-        assert 0 < index.client.ttl(store._index._key(b"lease")) <= page_index._LEASE_S
 
 
 @pytest.mark.process
