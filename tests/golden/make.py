@@ -261,53 +261,36 @@ def write(case: Case) -> None:
     case.path("values").write_bytes(bits)
 
 
-ENCRYPTED = FOLDER / "encrypted.kvm"
 KEY = bytes(range(32))
-
-
-def write_encrypted() -> None:
-    """Encrypt the case exact-hevc. Its salt is random, so it is written once."""
-    case = CASES["exact-hevc"]
-    coded = secure_segment(make(case), StoreKeys(KEY))
-    ENCRYPTED.write_bytes(coded.manifest.encode())
-    ENCRYPTED.with_suffix(".0.kvd").write_bytes(coded.data)
-
-
-LEVELS = FOLDER / "klt-levels.kvm"
 NUM_LEVELS = 3
+ENCRYPTED, LEVELS, ENCRYPTED_LEVELS = (FOLDER / f"{n}.kvm" for n in ("encrypted", "klt-levels", "encrypted-levels"))
 
 
-def write_levels() -> None:
-    """Write the case klt-ans in levels."""
-    coded = make(CASES["klt-ans"], NUM_LEVELS)
-    LEVELS.write_bytes(coded.manifest.encode())
-    for number, data in enumerate((coded.data, *coded.level_data)):
-        LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)
+def stored_objects(path: Path) -> list[bytes]:
+    """Return the data objects beside a manifest."""
+    return [each.read_bytes() for each in sorted(FOLDER.glob(f"{path.stem}.*.kvd"))]
 
 
-ENCRYPTED_LEVELS = FOLDER / "encrypted-levels.kvm"
+def encrypted(path: Path) -> CodedSegment:
+    """Encrypt what lies there. Salts are random, so this is written once."""
+    return secure_segment(CodedSegment.of(decode_manifest(path.read_bytes()), stored_objects(path)), StoreKeys(KEY))
 
 
-def write_encrypted_levels() -> None:
-    """Encrypt the case klt-levels. Its salts are random, so it is written once."""
-    objects = [LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
-    plain = CodedSegment.of(decode_manifest(LEVELS.read_bytes()), objects)
-    coded = secure_segment(plain, StoreKeys(KEY))
-    ENCRYPTED_LEVELS.write_bytes(coded.manifest.encode())
-    for number, data in enumerate(coded.contents):
-        ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)
+MORE: dict[Path, Callable[[], CodedSegment]] = {
+    LEVELS: lambda: make(CASES["klt-ans"], NUM_LEVELS),
+    ENCRYPTED: lambda: encrypted(CASES["exact-hevc"].path("kvm")),
+    ENCRYPTED_LEVELS: lambda: encrypted(LEVELS),
+}
 
 
 def main() -> None:
     for case in CASES.values():
         if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
             write(case)
-    if not ENCRYPTED.exists():
-        write_encrypted()
-    if not LEVELS.exists():
-        write_levels()
-    if not ENCRYPTED_LEVELS.exists():
-        write_encrypted_levels()
+    for path, coded in ((path, made()) for path, made in MORE.items() if not path.exists()):
+        path.write_bytes(coded.manifest.encode())
+        for number, data in enumerate(coded.contents):
+            path.with_suffix(f".{number}.kvd").write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,16 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 from functools import partial
+from threading import Event, Lock
 from typing import Any
+from weakref import WeakSet
 
 import av
 import av.error
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.bitstream.nvdec import CHROMA, DecodeCaps, Nvdec
+from sgl_kvfetch.codec.bitstream.nvdec import CHROMA, NUM_SURFACES, DecodeCaps, Nvdec
 from tests.plugin.device.fake_streams import FakeDevice, FakeStream
 
 
@@ -66,7 +68,7 @@ class Decoder:
         self._latency = latency
         self._cudastream = cudastream
         self._stream = stream
-        self._largest = max_width, max_height
+        self.largest = max_width, max_height
         self._size: tuple[int, int] | None = None
         self._surfaces: list[torch.Tensor] = []
         self._context: av.VideoCodecContext | None = None
@@ -74,6 +76,8 @@ class Decoder:
 
     def Decode(self, packet: PacketData) -> list[Surface]:
         is_end = bool(packet.decode_flag & VideoPacketFlag.ENDOFSTREAM) or not packet.bsl
+        self._nvc.at_gate.set()
+        assert self._nvc.gate.wait(20)
         data = b"" if is_end else ctypes.string_at(packet.bsl_data, packet.bsl)
         self._nvc.packets.append(data)
         if self._nvc.fails == "decode" and not is_end:
@@ -86,12 +90,6 @@ class Decoder:
         if self._nvc.fails == "missing" and is_end:
             pictures = pictures[:-1] if pictures else []
         return [self._surface(index, picture) for index, picture in enumerate(pictures)]
-
-    def setReconfigParams(self, width: int = 0, height: int = 0) -> int:
-        self._nvc.calls.append(("setReconfigParams", width, height))
-        self._size = width, height
-        self._surfaces = []
-        return 1
 
     def _decoded(self, data: bytes, is_end: bool) -> list[torch.Tensor]:
         if self._context is None:
@@ -109,7 +107,7 @@ class Decoder:
     def _as_configured(self, picture: av.VideoFrame) -> torch.Tensor:
         """A picture of another size than the decoder's first ones is scaled to that, silently."""
         size = picture.width, picture.height
-        assert size[0] <= self._largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
+        assert size[0] <= self.largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
         self._size = self._size or size
         if size != self._size:
             width, height = self._size
@@ -141,22 +139,31 @@ def _write(memory: torch.Tensor, picture: torch.Tensor) -> None:
 
 
 class FakeNvc:
-    """The module. ``fails`` names what goes wrong from then on."""
+    """The module. ``fails`` names what goes wrong from then on. ``most_bytes``: the most that 4:4:4 decoders' surfaces
+    took at once. Decoders wait until ``gate`` is set."""
 
     PacketData = PacketData
     VideoPacketFlag = VideoPacketFlag
     DisplayDecodeLatencyType = DisplayDecodeLatencyType
     cudaVideoCodec = CudaVideoCodec
 
-    def __init__(self, device: FakeDevice, *, latency_pictures: int = 1, own_stream: bool = False) -> None:
+    def __init__(self, device: FakeDevice, *, latency_pictures: int = 1) -> None:
         self.device = device
         self.latency_pictures = latency_pictures
-        self.own_stream = own_stream
         self.latency = DisplayDecodeLatencyType.NATIVE  # the one that decoders have to ask for
         self.fails = ""
         self.calls: list[tuple[Any, ...]] = []
         self.packets: list[bytes] = []
         self.last_shape: tuple[int, int] = (1, 1)
+        self.most_bytes = 0
+        self.gate, self.at_gate = Event(), Event()
+        self.gate.set()
+        self._live: WeakSet[Decoder] = WeakSet()
+        self._lock = Lock()
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(NUM_SURFACES * 3 * width * height for width, height in (each.largest for each in self._live))
 
     def CreateDecoder(
         self,
@@ -176,9 +183,11 @@ class FakeNvc:
         if self.fails == "create":
             raise RuntimeError("CreateDecoder: out of memory")
         stream = self.device.streams[cudastream - 1]
-        if self.own_stream:
-            stream = self.device.new_stream()  # type: ignore[assignment]
-        return Decoder(self, cudastream, stream, maxwidth, maxheight, latency)
+        decoder = Decoder(self, cudastream, stream, maxwidth, maxheight, latency)
+        with self._lock:
+            self._live.add(decoder)
+            self.most_bytes = max(self.most_bytes, self.live_bytes)
+        return decoder
 
 
 def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec, tables
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import Wide
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
@@ -54,7 +54,7 @@ def decode(
     return decode_ladder(levels, num_levels or levels[0][0], (len(frames), *frames.shape[2:]), is_portable=is_portable)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 31, 32, 33, 100, 1024])
+@pytest.mark.parametrize("num_tokens", [1, 5, 32, 33, 1024])
 @pytest.mark.parametrize("num_levels", [2, 3, 4])
 @pytest.mark.parametrize("wide", [[], [Wide(0, 3), Wide(2, 1)]], ids=["narrow", "wide"])
 def test_each_level_is_the_nearest_multiple_of_its_unit(wide: list[Wide], num_levels: int, num_tokens: int) -> None:
@@ -122,7 +122,7 @@ def test_mutated_levels_decode_to_the_shape_or_are_corrupt(is_portable: bool) ->
         integers = integers_of(coefficients(8, num_tokens), wide)
         levels = encode_ladder(frames_of(integers), wide, len(integers), 3)
         cases += [case(frames_of(integers), [*levels], which) for which in range(3)]
-    assert share_that_is_corrupt(cases, 20_000, head_bytes=16) > 0.95
+    assert share_that_is_corrupt(cases, 5_000, head_bytes=16) > 0.95
 
 
 def test_what_is_broken_is_said() -> None:
@@ -144,11 +144,3 @@ def test_what_is_broken_is_said() -> None:
     ):
         with pytest.raises(CorruptError, match=fault):
             decode(bad, frames, num_levels=max(2, len(bad)))
-
-
-def test_the_tables_of_digits_are_sound() -> None:
-    digits = tables().digits
-    assert digits.shape == (48, 4, 3)
-    assert (digits.sum(2) == 1024).all()
-    assert digits.min() > 0
-    assert np.abs(digits[:, 0, 0].astype(int) - digits[:, 0, 2]).max() <= 1  # signs do not matter

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from contextlib import closing
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from sgl_kvfetch.codec.layout.frames import TileLayout
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
@@ -71,32 +69,17 @@ def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int, bitstre
         assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
 
 
-def test_surfaces_are_taken_on_the_decoders_stream(bitstreams: dict[str, bytes]) -> None:
-    """On another one they are overwritten first, in some orders: the fake would show it."""
-
-    def is_right(seed: int, own_stream: bool) -> bool:
-        return decodes(make_decoder(FakeNvc(FakeDevice(seed), own_stream=own_stream)), bitstreams["hevc"])
-
-    assert all(is_right(seed, False) for seed in range(8))
-    assert not all(is_right(seed, True) for seed in range(8))
-
-
-def test_there_is_one_decoder_for_each_size() -> None:
+def test_there_is_one_decoder_for_each_size_and_chroma_format(bitstreams: dict[str, bytes]) -> None:
     """None is reconfigured: that would hold the interpreter lock while the driver waits."""
     nvc = FakeNvc(FakeDevice())
-    decoder = make_decoder(nvc)
+    session = make_nvdec(nvc).open_session()
     for height, width in ((240, 160), (144, 144), (144, 144), (240, 160), (144, 176), (240, 160)):
         frames = pictures(2, height, width)
-        assert decodes(decoder, HEVC.encode(frames), frames)
-    assert nvc.calls == [("CreateDecoder", 160, 240), ("CreateDecoder", 144, 144), ("CreateDecoder", 176, 144)]
-
-
-def test_both_chroma_formats_share_a_session(bitstreams: dict[str, bytes]) -> None:
-    nvc = FakeNvc(FakeDevice())
-    session = make_nvdec(nvc).open_session()
-    for name in ("hevc", "hevc420", "hevc420", "hevc"):
+        assert decodes(session["hevc"], HEVC.encode(frames), frames)
+    for name in ("hevc420", "hevc", "hevc420"):
         assert decodes(session[name], bitstreams[name])
-    assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2  # one for each format
+    sizes = (160, 240), (144, 144), (176, 144), (144, 144)
+    assert nvc.calls == [("CreateDecoder", *size) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -136,18 +119,10 @@ def test_cut_and_foreign_bitstreams_are_corrupt(codec: HevcCodec, bitstreams: di
         with pytest.raises(CorruptError):
             decodes(decoder, bad)
         assert decodes(decoder, good)
-
-
-def test_pictures_of_another_size_are_left_to_the_checksum(bitstreams: dict[str, bytes]) -> None:
-    """A decoder that is set to what was expected scales them, and says nothing."""
-    other = HEVC.encode(pictures(3, 152, 144))
-    decoder = make_decoder(FakeNvc(FakeDevice()))
-    sized = pictures(1, 152, 144)
-    assert decodes(decoder, HEVC.encode(sized), sized)
-    assert decodes(decoder, bitstreams["hevc"])
-    assert not decodes(decoder, other)
+    other = codec.encode(pictures(3, 152, 144))
     with pytest.raises(CorruptError, match="rows and columns"):
-        decodes(make_decoder(FakeNvc(FakeDevice())), other)
+        decodes(make_decoder(FakeNvc(FakeDevice()), codec), other)
+    assert not decodes(decoder, other)  # it is set to a size, and scales others: that is left to the checksum
 
 
 def test_without_a_decoder_the_cpu_decodes(
@@ -176,22 +151,6 @@ def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: di
         assert found.on_cpu
         assert torch.equal(found.frames, FRAMES)
     assert not nvc.calls
-
-
-def test_sessions_of_a_pool(bitstreams: dict[str, bytes]) -> None:
-    """There are as many decoders as are used at the same time."""
-    nvc = FakeNvc(FakeDevice())
-    found = make_nvdec(nvc)
-    with closing(DecodePool([found.open_session() for _ in range(3)])) as pool:
-        for _ in range(5):  # one after another
-            assert pool.submit(lambda session: decodes(session["hevc"], bitstreams["hevc"])).result(20)
-        assert len(nvc.calls) == 1
-        at_once = [pool.submit(lambda session: decodes(session["hevc"], bitstreams["hevc"])) for _ in range(20)]
-        assert all(future.result(20) for future in at_once)
-    assert 1 <= len(nvc.calls) <= 3
-
-
-# Memory
 
 
 def test_a_session_keeps_its_memory_on_the_host() -> None:
@@ -240,9 +199,6 @@ def test_planes_that_lie_as_their_frames_do_are_not_written_again(monkeypatch: p
     assert nvc.packets
 
 
-# What is found at the start
-
-
 def found_at_start(
     monkeypatch: pytest.MonkeyPatch, caps: dict[str, DecodeCaps], fails: str = ""
 ) -> tuple[Nvdec | None, str, FakeNvc]:
@@ -262,50 +218,47 @@ def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, byt
     assert len(nvc.calls) == 2  # the trials took the same session
     for name, decoder in found.open_session().items():
         assert decodes(decoder, bitstreams[name])
-
-
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFETCH_GPU", "0")
-    found, about, nvc = found_at_start(monkeypatch, {"hevc": make_caps()})
-    assert found is None
-    assert about == "HEVC is decoded on the CPU: KVFETCH_GPU=0 is set"
-    assert not nvc.calls
-
-
-def test_only_420(monkeypatch: pytest.MonkeyPatch) -> None:
     found, about, _ = found_at_start(monkeypatch, {"hevc420": make_caps(num_engines=1)})
     assert found is not None
     assert list(found.open_session()) == ["hevc420"]
     assert about == ("decoded on NVDEC, 1 engines: hevc420; hevc on the CPU: its chroma format is not supported")
 
 
+BOTH_CAPS = {"hevc": make_caps(), "hevc420": make_caps()}
+
+
 @pytest.mark.parametrize(
-    ("fails", "reason"),
+    ("caps", "fails", "reason"),
     [
-        ("pixels", "a trial gave other pixels"),
-        ("decode", "a trial failed: CorruptError: hevc bitstream does not decode on NVDEC"),
-        ("create", "a trial was not decoded on NVDEC"),
-        ("one pixel", "a trial gave other pixels"),
+        (BOTH_CAPS, "pixels", "hevc on the CPU: a trial gave other pixels"),
+        (BOTH_CAPS, "one pixel", "hevc on the CPU: a trial gave other pixels"),
+        (BOTH_CAPS, "decode", "hevc on the CPU: a trial failed: CorruptError: hevc bitstream does not decode on NVDEC"),
+        (BOTH_CAPS, "create", "hevc on the CPU: a trial was not decoded on NVDEC"),
+        ({}, "", "HEVC is decoded on the CPU: this GPU's video engines do not decode it"),
     ],
 )
-def test_an_nvdec_that_does_not_work_is_not_used(fails: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, about, _ = found_at_start(monkeypatch, {"hevc": make_caps(), "hevc420": make_caps()}, fails)
+def test_an_nvdec_that_does_not_work_is_not_used(
+    caps: dict[str, DecodeCaps], fails: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, about, _ = found_at_start(monkeypatch, caps, fails)
     assert found is None
-    assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: " + reason)
+    assert reason in about
 
 
-def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found_at_start(monkeypatch, {})[1] == "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
-
+def test_what_is_missing_or_switched_off_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library() -> dict[str, DecodeCaps]:
         raise OSError("libnvcuvid.so.1: cannot open shared object file")
 
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", FakeNvc(FakeDevice()))
     monkeypatch.setattr(nvdec, "decode_caps", no_library)
     assert "OSError: libnvcuvid.so.1" in open_nvdec(FakeDevice())[1]
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
     found, about = open_nvdec(FakeDevice())
     assert found is None
     assert "HEVC is decoded on the CPU: ModuleNotFoundError" in about
+    monkeypatch.setenv("KVFETCH_GPU", "0")
+    found, about, nvc = found_at_start(monkeypatch, BOTH_CAPS)
+    assert (found, about, nvc.calls) == (None, "HEVC is decoded on the CPU: KVFETCH_GPU=0 is set", [])
 
 
 def test_a_process_of_its_own_uses_the_gpu_only_if_there_is_a_decoder_to_try(monkeypatch: pytest.MonkeyPatch) -> None:

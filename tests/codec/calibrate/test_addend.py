@@ -6,13 +6,12 @@ context's K and V by what attention adds, and by nothing else.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from sgl_kvfetch.codec.calibrate import sweep
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
@@ -20,19 +19,10 @@ from sgl_kvfetch.codec.calibrate.sweep import MOST_SINKS, Sweep
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.types import CellGrid
+from tests.codec.calibrate.conftest import make
 
 CONTEXT, FOLLOWING, LAYERS = MOST_SINKS + 6, 10, 3
-SHAPE: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-}
+SMALL = {"hidden_size": 32, "head_dim": 8, "initializer_range": 0.1}
 MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 GEMMA4 = MIXED | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -53,24 +43,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(tokenizer_files: Path, path: Path, family: str, **changes: Any) -> Path:
-    shutil.copytree(tokenizer_files, path)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | changes))
+def train(path: Path) -> None:
+    """Make a random model's norms and scales those of a trained one."""
+    model = AutoModelForCausalLM.from_pretrained(path)
     for name, x in model.state_dict().items():
         if "norm" in name and x.ndim:  # trained norms scale by what is far from 1
             x.copy_(torch.rand_like(x) * 2 - 0.5)
         elif name.endswith("layer_scalar"):
             x.fill_(0.4)
     model.save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_those_of_finite_differences(
     family: str, tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tokenizer_files, tmp_path / "model", family)
+    path = make(tokenizer_files, tmp_path / "model", family, **SMALL | FAMILIES[family])
+    train(path)
     monkeypatch.setattr(sweep, "_DRAWS", 500)
     ids = torch.randint(3, 256, (CONTEXT + FOLLOWING,), generator=torch.Generator().manual_seed(1))
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -1,7 +1,5 @@
 """Calibration of a small random model: the weights foretell the divergence that is measured."""
 
-import json
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -288,20 +286,27 @@ def test_what_prompts_begin_with(tmp_path: Path, template: str, start: list[int]
     assert tokenise(tokenizer, "").tolist() == []
 
 
+O_PROJ = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+
+
 @pytest.mark.parametrize(
-    ("scale", "message"), [(0.0, "does not depend on K"), (float("inf"), "gradients of K are not finite")]
+    ("names", "scale", "message"),
+    [
+        (O_PROJ, 0.0, "does not depend on K"),
+        (O_PROJ, float("inf"), "gradients of K are not finite"),
+        (("lm_head.weight",), float("nan"), "log probabilities contain NaN"),
+    ],
 )
-def test_a_model_that_no_transform_can_be_made_from_is_named(
-    model: LayeredModel, windows: list[torch.Tensor], scale: float, message: str, tmp_path: Path
+def test_a_model_that_cannot_be_calibrated_is_named(
+    model: LayeredModel, windows: list[torch.Tensor], names: tuple[str, ...], scale: float, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(model.path, path)
-    _scale(path, "model.layers.0.self_attn.o_proj.weight", scale)
-    _scale(path, "model.layers.1.self_attn.o_proj.weight", scale)
+    for name in names:
+        _scale(path, name, scale)
+    layers = plain_layers(model.num_layers)
     with pytest.raises(ConfigError, match=message):
-        calibrate_model(
-            LayeredModel(str(path)), {"text": windows[:2]}, plain_layers(model.num_layers), CALIBRATION, OPTIONS
-        )
+        calibrate_model(LayeredModel(str(path)), {"text": windows[:2]}, layers, CALIBRATION, OPTIONS)
 
 
 def test_a_default_that_no_step_reaches_is_no_profile(
@@ -319,33 +324,3 @@ def test_parts() -> None:
     for bad in ("", "1", "0.5:0.5", "-1:1", "a:b", "0:2", "nan:1"):
         with pytest.raises(ConfigError, match="expected FROM:TO"):
             part_of(text, bad)
-
-
-def test_a_model_that_overflows_is_named(model: LayeredModel, windows: list[torch.Tensor], tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(model.path, path)
-    _scale(path, "lm_head.weight", float("nan"))
-    with pytest.raises(ConfigError, match="log probabilities contain NaN"):
-        calibrate_model(
-            LayeredModel(str(path)), {"text": windows[:2]}, plain_layers(model.num_layers), CALIBRATION, OPTIONS
-        )
-
-
-def test_the_default_text_has_what_its_kinds_promise() -> None:
-    kinds = {kind.name: kind.texts for kind in read_kinds(())[0]}
-    letters = {
-        "english": "[a-z]", "german": "[äöüß]", "russian": "[а-я]", "arabic": "[ء-ي]", "chinese": "[一-鿿]",
-        "japanese": "[ぁ-ヿ]",
-    }  # fmt: skip
-    assert {*kinds} == {*letters, "code", "tools", "chats"}
-    least = {"english": 0.4, "german": 0.01, "arabic": 0.5, "russian": 0.4, "chinese": 0.3, "japanese": 0.2}
-    for kind, pattern in letters.items():
-        whole = "".join(kinds[kind])
-        assert len(re.findall(pattern, whole)) > least[kind] * len(whole), kind
-    for text in kinds["tools"][:-1]:  # the last one is cut
-        head, tools, *turns = text.splitlines()
-        assert head == "You may call these tools:"
-        names = {tool["name"] for tool in json.loads(tools)}
-        calls = [call for line in turns if line.startswith("ASSISTANT: ") for call in json.loads(line[11:])]
-        assert calls
-        assert {call["name"] for call in calls} <= names

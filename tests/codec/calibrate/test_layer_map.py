@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.models import make_tiny_llama
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.rope import Rope
+from tests.codec.calibrate.conftest import make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -51,34 +49,14 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("llama"), num_layers=1, hidden_size=64, head_dim=32, vocab_size=64)
-
-
 @pytest.fixture
 def random_model(tokenizer_files: Path, tmp_path: Path) -> Any:
-    def make(model_type: str, **changes: Any) -> LayeredModel:
-        path = tmp_path / model_type
-        shutil.copytree(tokenizer_files, path)
-        shape: dict[str, Any] = {
-            "vocab_size": 64,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "initializer_range": 0.2,
-            "max_position_embeddings": NUM_POSITIONS,
-            "pad_token_id": 0,
-        }
-        config = AutoConfig.for_model(model_type, **shape | changes)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        return LayeredModel(str(path))
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": NUM_POSITIONS}
 
-    return make
+    def made(model_type: str, **changes: Any) -> LayeredModel:
+        return LayeredModel(str(make(tokenizer_files, tmp_path / model_type, model_type, **shape | changes)))
+
+    return made
 
 
 def only_rope(model: LayeredModel) -> Rope:
@@ -165,16 +143,8 @@ def test_layers_without_a_rotation_have_none(random_model: Any, model_type: str,
     assert rotations_of(layers) == [0, 0, None, 0]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("gpt2", {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 4096}, "no rotation by the model's freq"),
-    ],
-)
-def test_keys_whose_rotation_is_not_known_stay_rotated(
-    random_model: Any, model_type: str, changes: dict[str, Any], message: str
-) -> None:
-    layers, (note,) = map_layers(random_model(model_type, **changes))
-    assert message in note
+def test_keys_whose_rotation_is_not_known_stay_rotated(random_model: Any) -> None:
+    layers, (note,) = map_layers(random_model("gpt2", n_embd=64, n_head=2, n_layer=2, n_positions=4096))
+    assert "no rotation by the model's freq" in note
     assert "K of layers 0 to " in note
     assert not layers.rotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,19 +23,9 @@ from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.quant.layer_map import Pool, plain_layers
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from tests.codec.calibrate.conftest import SHAPE, make
 from tests.codec.quant.profiles import CALIBRATION
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GEMMA4 = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16, "global_head_dim": 32}
 NARROW = {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
@@ -99,13 +88,6 @@ KIMI = {
     "num_experts_per_token": 2,
     "moe_intermediate_size": 32,
 }
-
-
-def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> Path:
-    shutil.copytree(tokenizer_files, path)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes)).save_pretrained(path)
-    return path
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -336,24 +318,6 @@ def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
     torch.testing.assert_close(kv.v, v[:, 0])
 
 
-def test_one_layer_at_a_time_is_in_memory(tokenizer_files: Path, tmp_path: Path) -> None:
-    model = LayeredModel(str(make(tokenizer_files, tmp_path / "model", "llama")))
-
-    def loaded() -> list[int]:
-        layers = model._model.model.layers
-        return [i for i, layer in enumerate(layers) if any(not p.is_meta for p in layer.parameters())]
-
-    assert loaded() == []
-    with model.layer(1) as layer:
-        assert loaded() == [1]
-        weights = [weakref.ref(p) for p in model._model.model.layers[1].parameters()]
-        past = layer.forward(model.embed(torch.arange(8)), model.calls(8))[1]
-        assert isinstance(past, KV)
-        layer.attention_after(model.embed(torch.arange(4)), model.calls(4, 8), past)
-    assert loaded() == []
-    assert all(weight() is None for weight in weights), f"layer {layer.index} still has its weights"
-
-
 def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path, tmp_path: Path) -> None:
     path = make(tokenizer_files, tmp_path / "model", "llama")
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
@@ -370,30 +334,36 @@ def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path,
     assert hidden.dtype == kv.k.dtype == model.log_probabilities(hidden).dtype == torch.float32
 
 
-def test_what_is_no_model_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"no model with a tokenizer at '{tmp_path}'"):
-        LayeredModel(str(tmp_path))
-    path = tmp_path / "model"
-    shutil.copytree(tokenizer_files, path)
-    (path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no model with a tokenizer"):
-        LayeredModel(str(path))
-
-
 def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
     path = make(tokenizer_files, tmp_path / "model", "llama")
     file = path / "model.safetensors"
     tensors = load_file(file)
-    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, file, {"format": "pt"})
-    model = LayeredModel(str(path))
+
+    def save_without(name: str, **more: torch.Tensor) -> LayeredModel:
+        save_file({key: x for key, x in tensors.items() if key != name} | more, file, {"format": "pt"})
+        return LayeredModel(str(path))
+
+    lost = "model.layers.1.mlp.up_proj.weight"
+    model = save_without(lost)
     with pytest.raises(ConfigError, match=r"the checkpoint lacks mlp\.up_proj\.weight of layer 1"), model.layer(1):
         pass
-    save_file(tensors | {"model.layers.1.mlp.up_proj.weight": lost[:5]}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"up_proj\.weight has the shape \(5, 64\), expected \(64, 64\)"):
-        LayeredModel(str(path))._load(1, lambda name: True)
+    model = save_without(lost, **{lost: tensors[lost][:5]})
+    with (
+        pytest.raises(ConfigError, match=r"up_proj\.weight has the shape \(5, 64\), expected \(64, 64\)"),
+        model.layer(1),
+    ):
+        pass
+    with pytest.raises(ConfigError, match=r"the checkpoint lacks model\.norm\.weight"):
+        save_without("model.norm.weight")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        LayeredModel(str(path))
+    file.unlink()
+    for missing in (path, tmp_path):
+        with pytest.raises(ConfigError, match=f"no model with a tokenizer at '{missing}'"):
+            LayeredModel(str(missing))
+    (path / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 64}))
+    with pytest.raises(UnsupportedError, match="no language model of the type 'vit'"):
         LayeredModel(str(path))
 
 
@@ -441,19 +411,4 @@ def test_coded_layers_of_different_shapes_are_named(
     path = make(tokenizer_files, tmp_path / "model", "gemma4_text", **GEMMA4 | NARROW)
     monkeypatch.setattr(layers, "WINDOWS_APART", frozenset())
     with pytest.raises(UnsupportedError, match="its layers have keys and values of different shapes"):
-        LayeredModel(str(path))
-
-
-def test_what_is_no_language_model_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
-    path = make(tokenizer_files, tmp_path / "model", "llama")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 64}))
-    with pytest.raises(UnsupportedError, match="no language model of the type 'vit'"):
-        LayeredModel(str(path))
-    (path / "config.json").write_text(json.dumps(config))
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"the checkpoint lacks model\.norm\.weight"):
         LayeredModel(str(path))

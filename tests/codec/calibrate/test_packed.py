@@ -18,7 +18,8 @@ from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from tests.codec.calibrate.test_layers import MIXTURE, make
+from tests.codec.calibrate.conftest import make
+from tests.codec.calibrate.test_layers import MIXTURE
 from tests.codec.quant.profiles import CALIBRATION
 
 GROUP = 32  # inputs

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,19 +9,18 @@ import torch
 
 from harness.small_segments import make_segment as make_small
 from sgl_kvfetch.codec.container.encryption import ENCRYPTED, NO_KEYS, StoreKeys
-from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.objects import Side, Variant
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
-from sgl_kvfetch.codec.container.sides import encode_side, side_places
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.codec.layout.frames import TileLayout
-from sgl_kvfetch.codec.quant.base import Quantised
-from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.tools.encoder import make_targets, transcode
-from tests.codec.container.plain import plain_segment
-from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_side
+from tests.codec.container.plain import cells_of, plain_segment, same, side_pages
+from tests.segments import make_segment, page_hashes, with_side
 
 OLD, NEW = StoreKeys(b"o" * 32), StoreKeys(b"n" * 32, b"o" * 32)
 KEYS = StoreKeys(b"k" * 32)
@@ -30,27 +28,6 @@ KEYS = StoreKeys(b"k" * 32)
 SIDES = {("swa", 2): torch.arange(100, dtype=torch.uint8), ("mamba", 3): torch.ones(300, dtype=torch.uint8)}
 PLAIN = with_side(make_segment(codec="hevc")[0], *encode_side(SIDES))
 SEGMENT = secure_segment(PLAIN, KEYS)
-
-
-def decoded(segment: CodedSegment, keys: StoreKeys = KEYS, variant: int = 0) -> list[Quantised]:
-    """All cells of a stored segment."""
-    manifest = open_manifest(decode_manifest(segment.manifest.encode()), keys)
-    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
-    data = segment.contents[variant]
-    return [reader.decode_cell(cell, reader.chunks_in(cell, [data])) for cell in manifest.cells()]
-
-
-def same(a: list[Quantised], b: list[Quantised]) -> bool:
-    pairs = ((x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
-    return all(torch.equal(x, y) for x, y in pairs)
-
-
-def side_pages(segment: CodedSegment, keys: StoreKeys = KEYS) -> dict[tuple[str, int], bytes]:
-    manifest, objects = open_manifest(segment.manifest, keys), dict(segment.data_objects())
-    return {
-        key: bytes(place.decode(objects[place.data_name][place.start :][: place.size_bytes]))
-        for key, place in side_places(manifest).items()
-    }
 
 
 def changed(rows: Variant | Side, **fields: object) -> Variant | Side:
@@ -63,8 +40,8 @@ def with_variant(segment: CodedSegment, **fields: object) -> CodedSegment:
 
 
 def test_values_and_side_pages_come_back_as_they_were() -> None:
-    assert same(decoded(SEGMENT), decoded(PLAIN, NO_KEYS))
-    assert side_pages(SEGMENT) == {key: x.numpy().tobytes() for key, x in SIDES.items()}
+    assert same(cells_of(SEGMENT, keys=KEYS), cells_of(PLAIN))
+    assert side_pages(SEGMENT, KEYS) == {key: x.numpy().tobytes() for key, x in SIDES.items()}
     assert plain_segment(SEGMENT, KEYS) == PLAIN
 
 
@@ -96,7 +73,7 @@ def test_variants_with_identical_data_share_an_object() -> None:
     stored = secure_segment(made, KEYS)
     assert len(dict(stored.data_objects())) == len(dict(made.data_objects())) < 4
     for variant in range(4):
-        assert same(decoded(stored, variant=variant), decoded(made, NO_KEYS, variant))
+        assert same(cells_of(stored, keys=KEYS, variant=variant), cells_of(made, variant=variant))
 
 
 def test_a_missing_key_is_named() -> None:
@@ -109,11 +86,11 @@ def test_a_missing_key_is_named() -> None:
 
 def test_keys_are_replaced_one_after_another() -> None:
     stored = secure_segment(PLAIN, OLD)
-    assert same(decoded(stored, NEW), decoded(PLAIN, NO_KEYS))
+    assert same(cells_of(stored, keys=NEW), cells_of(PLAIN))
     fresh = secure_segment(PLAIN, NEW)
     assert fresh.manifest.key_ids == NEW.ids[:1]
     with pytest.raises(EncryptedError, match=NEW.ids[0]):
-        decoded(fresh, OLD)
+        cells_of(fresh, keys=OLD)
 
 
 def test_every_byte_of_the_data_counts() -> None:
@@ -137,47 +114,30 @@ def test_swapped_chunks_do_not_decrypt() -> None:
     data = SEGMENT.data
     swapped = data[sizes[0] : sum(sizes)] + data[: sizes[0]] + data[sum(sizes) :]
     with pytest.raises(CorruptError, match="does not decrypt"):
-        decoded(with_variant(replace(SEGMENT, data=swapped), chunks=(second, first, *rest)))
+        cells_of(with_variant(replace(SEGMENT, data=swapped), chunks=(second, first, *rest)), keys=KEYS)
 
 
-MOVES: list[tuple[str, Callable[[Manifest], dict[str, object]]]] = [
-    ("page hashes", lambda m: {"page_hashes": (bytes(32), *m.page_hashes[1:])}),
-    ("place in the sequence", lambda m: {"first_page": 4, "previous_hash": bytes(32)}),
-    ("model", lambda m: {"namespace": replace(m.namespace, model="another")}),
-    ("spans", lambda m: {"span_pages": 3}),
-    ("time", lambda m: {"expires": 1 << 35}),
-]
-
-
-@pytest.mark.parametrize("change", [change for _, change in MOVES], ids=[name for name, _ in MOVES])
-def test_a_segment_does_not_decrypt_in_another_place(change: Callable[[Manifest], dict[str, object]]) -> None:
-    moved = msgspec.structs.replace(SEGMENT.manifest, **change(SEGMENT.manifest))
-    with pytest.raises(CorruptError, match=f"does not decrypt with the key {KEY}"):
-        open_manifest(decode_manifest(moved.encode()), KEYS)
-
-
-def test_a_variant_does_not_decrypt_with_other_layouts() -> None:
-    (variant,) = SEGMENT.manifest.variants
+def test_a_segment_and_its_objects_decrypt_in_their_places_alone() -> None:
+    manifest, other = SEGMENT.manifest, secure_segment(make_segment(seed="other")[0], KEYS)
+    (variant,), (side,) = manifest.variants, manifest.sides
     layout = variant.layouts["k"]
     assert isinstance(layout, TileLayout)
     turned = msgspec.structs.replace(layout, dim_rows=layout.dim_cols, dim_cols=layout.dim_rows)
-    other = changed(variant, layouts=dict(variant.layouts) | {"k": turned})
-    manifest = msgspec.structs.replace(SEGMENT.manifest, variants=(other,))
-    with pytest.raises(CorruptError, match="does not decrypt"):
-        open_manifest(decode_manifest(manifest.encode()), KEYS)
-
-
-def test_swapped_objects_and_side_pages_do_not_decrypt() -> None:
-    other = secure_segment(make_segment(seed="other")[0], KEYS)
-    (variant,), (side,) = SEGMENT.manifest.variants, SEGMENT.manifest.sides
-    pages = tuple(msgspec.structs.replace(page, page=0) for page in side.pages)
-    for manifest in (
-        msgspec.structs.replace(SEGMENT.manifest, variants=other.manifest.variants),
-        msgspec.structs.replace(SEGMENT.manifest, sides=(changed(side, pages=pages),)),
-        msgspec.structs.replace(SEGMENT.manifest, sides=(changed(side, encryption=variant.encryption),)),
-    ):
-        with pytest.raises(CorruptError, match="does not decrypt"):
-            open_manifest(decode_manifest(manifest.encode()), KEYS)
+    moves: tuple[dict[str, object], ...] = (
+        {"page_hashes": (bytes(32), *manifest.page_hashes[1:])},
+        {"first_page": 4, "previous_hash": bytes(32)},
+        {"namespace": replace(manifest.namespace, model="another")},
+        {"span_pages": 3},
+        {"expires": 1 << 35},
+        {"variants": (changed(variant, layouts=dict(variant.layouts) | {"k": turned}),)},
+        {"variants": other.manifest.variants},
+        {"sides": (changed(side, pages=tuple(msgspec.structs.replace(page, page=0) for page in side.pages)),)},
+        {"sides": (changed(side, encryption=variant.encryption),)},
+    )
+    for move in moves:
+        moved = msgspec.structs.replace(manifest, **move)
+        with pytest.raises(CorruptError, match=f"does not decrypt with the key {KEY}"):
+            open_manifest(decode_manifest(moved.encode()), KEYS)
 
 
 def test_a_manifest_is_encrypted_as_a_whole() -> None:
@@ -191,13 +151,6 @@ def test_a_manifest_is_encrypted_as_a_whole() -> None:
 def test_an_opened_manifest_is_never_stored() -> None:
     with pytest.raises(AssertionError, match="not what is stored"):
         open_manifest(SEGMENT.manifest, KEYS).encode()
-
-
-def test_writers_know_how_large_encrypted_manifests_are() -> None:
-    quantiser = make_quantiser("exact")
-    spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "hevc", "240p", 1, encrypts=True)
-    made = secure_segment(make_segment(SMALL, 32, codec="hevc", span_pages=1)[0], KEYS)
-    assert len(made.manifest.encode()) <= spec._manifest_bytes(32, 1)
 
 
 def test_key_files(tmp_path: Path) -> None:

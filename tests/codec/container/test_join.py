@@ -10,17 +10,16 @@ import torch
 from harness.small_segments import expiring
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.container.join import join_segments
-from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.quant import PlainQuantiserName
-from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_parts
+from sgl_kvfetch.codec.quant.base import CellValues, Quantiser, join_parts
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry
+from tests.codec.container.plain import cells_of, same
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_side
 
@@ -39,26 +38,15 @@ def spec_of(quantiser: Quantiser) -> SegmentSpec:
     return SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", SPAN)
 
 
-def cells(segment: CodedSegment, quantiser: Quantiser) -> list[Quantised]:
-    reader = SegmentReader(decode_manifest(segment.manifest.encode()), quantiser)
-    data = [segment.data, *segment.level_data]
-    return [reader.decode_cell(cell, reader.chunks_in(cell, data)) for cell in segment.manifest.cells()]
-
-
-def require_joined(found: CodedSegment, pieces: Sequence[CodedSegment], quantiser: Quantiser) -> None:
-    parts = quantiser.parts(found.manifest.geometry.torch_dtype)
-    of_pieces = zip(*(cells(piece, quantiser) for piece in pieces), strict=True)
-    for ours, theirs in zip(cells(found, quantiser), of_pieces, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(ours, join_parts(parts, theirs), strict=True))
-
-
 @pytest.mark.parametrize("name", ["exact", "uint8"])
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 2, 1, 1), (1, 1, 2, 4)], ids=str)
 def test_integers_and_scales_stay_as_they_are(name: PlainQuantiserName, lengths: Sequence[int]) -> None:
     quantiser = make_quantiser(name)
     pieces = pieces_of(quantiser, lengths)
     joined = join_segments(spec_of(quantiser), pieces).joined()
-    require_joined(joined, pieces, quantiser)
+    of_pieces = zip(*(cells_of(piece) for piece in pieces), strict=True)
+    parts = quantiser.parts(torch.bfloat16)
+    assert same(cells_of(joined), (join_parts(parts, each) for each in of_pieces))
     assert list(joined.manifest.page_hashes) == page_hashes(SPAN, "", 16)
     assert joined.manifest.span_pages == SPAN
     assert joined.manifest.previous_hash == page_hashes(1, "", 15)[0]

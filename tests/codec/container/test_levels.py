@@ -21,7 +21,7 @@ from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.types import KVGeometry
-from tests.codec.container.plain import plain_segment
+from tests.codec.container.plain import cells_of, plain_segment, same
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_heads, page_hashes
 
@@ -44,10 +44,8 @@ def segment() -> CodedSegment:
     return make()
 
 
-def cells(found: CodedSegment, num_levels: int = LEVELS) -> list[Quantised]:
-    reader = SegmentReader(decode_manifest(found.manifest.encode()), KLT, num_levels=num_levels)
-    objects = [found.data, *found.level_data][: len(reader.object_names)]
-    return [reader.decode_cell(cell, reader.chunks_in(cell, objects)) for cell in found.manifest.cells()]
+def cells(found: CodedSegment, num_levels: int | None = None) -> list[Quantised]:
+    return cells_of(found, KLT, num_levels=num_levels)
 
 
 def changed(manifest: Manifest, *levels: Level) -> Manifest:
@@ -56,8 +54,7 @@ def changed(manifest: Manifest, *levels: Level) -> Manifest:
 
 def test_all_levels_have_what_one_has() -> None:
     at_once = make(replace(SPEC, num_levels=1))
-    for a, b in zip(cells(segment()), cells(at_once), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert same(cells(segment()), cells(at_once))
     assert not at_once.manifest.levels
     assert len(segment().manifest.levels) == LEVELS - 1
     assert [row.decoded_checksum for row in segment().manifest.levels[-1].chunks] == [
@@ -116,8 +113,7 @@ def test_a_segment_without_its_last_level_is_a_coarser_one() -> None:
         segment().data,
         level_data=segment().level_data[:-1],
     )
-    for a, b in zip(cells(dropped), cells(segment(), LEVELS - 1), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert same(cells(dropped), cells(segment(), LEVELS - 1))
 
 
 @pytest.mark.parametrize(("num_levels", "num_dropped"), [(LEVELS - 1, 0), (1, 0), (1, 1), (LEVELS, 1)])
@@ -172,13 +168,9 @@ def test_levels_are_encrypted() -> None:
     assert plain_segment(stored, KEYS) == segment()
     with pytest.raises(EncryptedError, match=f"is encrypted with the key {KEY}"):
         SegmentReader(stored.manifest, KLT)
-    opened = open_manifest(stored.manifest, KEYS)
     for num_levels in range(1, LEVELS + 1):
-        reader = SegmentReader(opened, KLT, num_levels=num_levels)
-        objects = [stored.data, *stored.level_data][:num_levels]
-        for cell, expected in zip(opened.cells(), cells(segment(), num_levels), strict=True):
-            found = reader.decode_cell(cell, reader.chunks_in(cell, objects))
-            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        found = cells_of(stored, KLT, keys=KEYS, num_levels=num_levels)
+        assert same(found, cells(segment(), num_levels))
 
 
 def test_an_encrypted_level_decrypts_in_its_place_alone() -> None:
@@ -201,13 +193,6 @@ def test_a_store_drops_levels_that_it_cannot_read() -> None:
         lying = msgspec.structs.replace(variant, num_dropped=num_dropped)
         with pytest.raises(CorruptError, match="does not decrypt"):
             open_manifest(msgspec.structs.replace(coarser, variants=(lying,)), KEYS)
-
-
-def test_a_level_is_encrypted_if_its_segment_is() -> None:
-    mixed = changed(encrypted().manifest, *segment().manifest.levels)
-    with pytest.raises(FormatError, match=r"expected \d+ of aes-256-gcm"):
-        decode_manifest(mixed.encode())
-    assert encryption_keys_of(mixed.encode()) == set()
 
 
 def test_levels_that_do_not_fit_are_refused() -> None:

@@ -14,9 +14,9 @@ from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.errors import CorruptError, FormatError
-from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import SideKey
+from tests.codec.container.plain import side_pages
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
 from tests.segments import make_segment, with_side
 
@@ -38,23 +38,16 @@ def with_sides(segment: CodedSegment, pages: dict[SideKey, torch.Tensor]) -> Cod
     return with_side(segment, *encode_side(pages))
 
 
-def contents(segment: CodedSegment) -> dict[SideKey, bytes]:
-    """All side pages, decoded from the stored bytes."""
-    stored = decode_manifest(segment.manifest.encode())
-    objects = dict(segment.data_objects())
-    return {
-        key: bytes(place.decode(objects[place.data_name][place.start : place.start + place.size_bytes]))
-        for key, place in side_places(stored).items()
-    }
-
-
-def expected(pages: dict[SideKey, torch.Tensor], shift: int = 0) -> dict[SideKey, bytes]:
-    return {(pool, page + shift): x.numpy().tobytes() for (pool, page), x in pages.items()}
+def expected(pages: dict[SideKey, torch.Tensor]) -> dict[SideKey, bytes]:
+    return {key: x.numpy().tobytes() for key, x in pages.items()}
 
 
 def test_side_pages_come_back_as_they_were() -> None:
+    """Also a page of an odd size, and pages that are added later."""
+    odd = {("mamba", 0): states(4096)[:8191]}
+    assert side_pages(with_sides(with_sides(make_segment()[0], PAGES), odd)) == expected(PAGES | odd)
     segment = with_sides(make_segment()[0], PAGES)
-    assert contents(segment) == expected(PAGES)
+    assert side_pages(segment) == expected(PAGES)
     assert segment.manifest.data_names == {name for name, _ in segment.data_objects()}
     assert segment.manifest.raw_bytes - segment.manifest.kv_bytes == 600 + LARGE
     assert len(side_places(segment.manifest)["mamba", 3].page.chunks) == 2
@@ -72,20 +65,15 @@ def states(size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_values_of_bfloat16_are_coded_as_exact_codes_them(num_bytes: int) -> None:
     pages = {("swa", 0): states(num_bytes // 2), ("swa", 1): random_bytes(num_bytes, 1)}
     segment = with_sides(make_segment()[0], pages)
-    assert contents(segment) == expected(pages)
+    assert side_pages(segment) == expected(pages)
     raw = segment.manifest.encode()
     if num_bytes < LARGE:  # the second reader takes a minute for more
-        assert read_sides(raw, list(segment.side_data)) == contents(segment)
+        assert read_sides(raw, list(segment.side_data)) == side_pages(segment)
     size = side_places(segment.manifest)["swa", 0].size_bytes
     if num_bytes >= 64 * 1024:
         assert size < 0.71 * num_bytes
         assert size < 0.9 * len(ZstdCodec().compress(pages["swa", 0].numpy().tobytes()))
     assert side_places(segment.manifest)["swa", 1].page.chunks[-1].codec == "zstd"
-
-
-def test_pages_of_an_odd_size_are_kept() -> None:
-    pages = {("mamba", 0): states(4096)[:8191]}
-    assert contents(with_sides(make_segment()[0], pages)) == expected(pages)
 
 
 def test_values_that_are_not_whole_are_refused() -> None:
@@ -96,20 +84,14 @@ def test_values_that_are_not_whole_are_refused() -> None:
     for num_bytes in (8191, 1 << 20):
         other = msgspec.structs.replace(side, pages=(msgspec.structs.replace(page, num_bytes=num_bytes),))
         with pytest.raises(CorruptError, match=r"bfloat16 bitstream has|ans-tables|ans bitstream"):
-            contents(replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(other,))))
-
-
-def test_more_side_pages_are_added_later() -> None:
-    more = {("swa", 0): random_bytes(300, 3)}
-    segment = with_sides(with_sides(make_segment()[0], PAGES), more)
-    assert contents(segment) == expected(PAGES | more)
+            side_pages(replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(other,))))
 
 
 def test_the_document_suffices_to_read_them() -> None:
     """For a reader that was written from docs/format.md alone."""
     segment = with_sides(with_sides(make_segment()[0], PAGES), {("swa", 0): random_bytes(300, 3)})
     raw = segment.manifest.encode()
-    assert read_sides(raw, list(segment.side_data)) == contents(segment)
+    assert read_sides(raw, list(segment.side_data)) == side_pages(segment)
     assert names_of(parse_manifest(raw))[1:] == [name for name, _ in segment.data_objects()]
 
 
@@ -119,19 +101,15 @@ def test_variants_are_made_without_their_side_pages() -> None:
     assert not made.manifest.sides
 
 
-@pytest.mark.parametrize("bit", [0, 7])
-@pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
-def test_damage_is_found(at: float, bit: int) -> None:
+def test_damage_is_found() -> None:
     segment = with_sides(make_segment()[0], PAGES)
     (data,) = segment.side_data
-    position = int(at * len(data))
-    damaged = data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
-    with pytest.raises(CorruptError):
-        contents(replace(segment, side_data=(damaged,)))
-
-
-def test_pages_of_the_wrong_length_are_refused() -> None:
-    place = next(iter(side_places(with_sides(make_segment()[0], PAGES).manifest).values()))
+    for position in (0, len(data) // 2, len(data) - 1):
+        for bit in (1, 128):
+            damaged = data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :]
+            with pytest.raises(CorruptError):
+                side_pages(replace(segment, side_data=(damaged,)))
+    place = next(iter(side_places(segment.manifest).values()))
     with pytest.raises(CorruptError, match=r"has 3 bytes, expected \d+"):
         place.decode(b"abc")
 
@@ -158,34 +136,18 @@ def malformed(manifest: Manifest) -> dict[str, Manifest]:
     }
 
 
-@pytest.mark.parametrize("message", list(malformed(with_sides(make_segment()[0], PAGES).manifest)))
-def test_malformed_side_pages_are_refused(message: str) -> None:
-    manifest = malformed(with_sides(make_segment()[0], PAGES).manifest)[message]
-    with pytest.raises(FormatError, match=message):
-        decode_manifest(manifest.encode())
+def test_malformed_side_pages_are_refused() -> None:
+    for message, manifest in malformed(with_sides(make_segment()[0], PAGES).manifest).items():
+        with pytest.raises(FormatError, match=message):
+            decode_manifest(manifest.encode())
 
 
-def test_a_segment_has_few_objects_of_side_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_has_few_objects_of_side_pages() -> None:
     segment = make_segment()[0]
     for number in range(manifest_module.MAX_SIDES + 1):
         segment = with_sides(segment, {(f"pool{number}", 0): random_bytes(8, number)})
     with pytest.raises(FormatError, match="length <= 64"):
         decode_manifest(segment.manifest.encode())
-
-
-def test_the_namespace_is_hashed_once_for_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = {(f"pool{n}", page): random_bytes(8, n) for n in range(9) for page in range(4)}
-    segment = with_sides(make_segment()[0], pages)
-    digest, num_calls = Namespace.digest, 0
-
-    def counted(namespace: Namespace) -> str:
-        nonlocal num_calls
-        num_calls += 1
-        return digest(namespace)
-
-    monkeypatch.setattr(Namespace, "digest", counted)
-    assert len(side_places(segment.manifest)) == 36
-    assert num_calls == 1
 
 
 def test_a_large_side_page_is_verified_a_piece_at_a_time() -> None:

@@ -1,6 +1,8 @@
+"""What every quantiser promises, and what single ones promise beside; `test_klt` has the rest of ``klt``'s."""
+
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,12 +12,38 @@ from sgl_kvfetch.codec.bitstream.ans import AnsTablesCodec
 from sgl_kvfetch.codec.layout.frames import FLAT, tile_layout
 from sgl_kvfetch.codec.quant import PlainQuantiserName, _exact
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser, join_parts, to_planes
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KV_DTYPES, torch_dtype
 from tests.codec.quant.hostile import KINDS, hostile
+from tests.codec.quant.profiles import PRODUCTS, make_profile, place_of as place_in, products, values_of
 
 DTYPES = list(KV_DTYPES)
+PROFILE = make_profile(num_sinks=3, rope=Rope(inv_freq=(1.0, 0.1)))
+NUM_TOKENS = 30
+# Each with how it multiplies: only ``klt`` depends on the CPU.
+QUANTISERS: dict[str, tuple[Quantiser | type[KltQuantiser], str]] = {
+    "exact": (make_quantiser("exact"), PRODUCTS[0]),
+    "uint8": (make_quantiser("uint8"), PRODUCTS[0]),
+    "cachegen": (make_quantiser("cachegen"), PRODUCTS[0]),
+    "cachegen with bins": (make_quantiser("cachegen", k_bins=[64, 4], v_bins=[256]), PRODUCTS[0]),
+} | {f"klt {how}": (KltQuantiser, how) for how in PRODUCTS[:2]}
+
+
+@pytest.fixture(params=QUANTISERS)
+def quantiser(request: pytest.FixtureRequest) -> Iterator[Quantiser]:
+    made, how = QUANTISERS[request.param]
+    with products(how):
+        yield made if isinstance(made, Quantiser) else made(PROFILE, step=0.5)
+
+
+def values_for(dtype: torch.dtype, first_token: int = 0) -> tuple[CellValues, CellPlace]:
+    """Values that all quantisers take, and their place. The large ones of one token are kept exact by ``klt``."""
+    values = CellValues(*(x.to(dtype) for x in values_of(PROFILE, NUM_TOKENS, first_token)))
+    values.k[9] *= 1e4
+    return values, place_in(PROFILE, (0, 0), NUM_TOKENS, first_token)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -25,17 +53,76 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def place(num_tokens: int, layers: range, num_heads: int) -> CellPlace:
-    return CellPlace(layers, range(num_heads), range(num_tokens))
-
-
 def place_of(values: CellValues) -> CellPlace:
-    num_tokens, num_layers, num_heads, _ = values.k.shape
-    return place(num_tokens, range(num_layers), num_heads)
+    return CellPlace(*map(range, (*values.k.shape[1:3], len(values.k))))
 
 
 def there_and_back(quantiser: Quantiser, values: CellValues) -> CellValues:
     return quantiser.dequantise(quantiser.quantise(values, place_of(values)), values.k.dtype, place_of(values))
+
+
+def test_a_run_of_tokens_is_restored_as_the_whole_is(quantiser: Quantiser) -> None:
+    values, place = values_for(torch.bfloat16)
+    quantised = quantiser.quantise(values, place)
+    whole = quantiser.dequantise(quantised, torch.bfloat16, place)
+    for tokens in (slice(0, 2), slice(1, 9), slice(5, 30), slice(29, 30)):
+        part = quantiser.dequantise(quantised, torch.bfloat16, place, tokens)
+        assert all(torch.equal(p, w[tokens]) for p, w in zip(part, whole, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_neighbours_join_to_those_of_the_whole(quantiser: Quantiser, dtype: torch.dtype) -> None:
+    values, place = values_for(dtype)
+    pieces = [
+        quantiser.quantise(values.tokens(slice(a, b)), place_in(PROFILE, (0, 0), b - a, a))
+        for a, b in ((0, 5), (5, 30))
+    ]
+    whole = quantiser.quantise(values, place)
+    assert not isinstance(quantiser, KltQuantiser) or (whole[0] == EXACT).nonzero().flatten().tolist() == [0, 1, 2, 9]
+    joined = join_parts(quantiser.parts(dtype), pieces)
+    assert all(torch.equal(x, y) for x, y in zip(joined, whole, strict=True))
+
+
+def test_an_identity_gives_its_quantiser_back(quantiser: Quantiser) -> None:
+    """Of ``klt``, what needs no profile."""
+    again = quantiser_from_identity(quantiser.identity)
+    assert again.identity == quantiser.identity
+    assert again.parts(torch.bfloat16) == quantiser.parts(torch.bfloat16)
+    if not isinstance(quantiser, KltQuantiser):
+        values, place = values_for(torch.bfloat16)
+        parts, expected = (each.quantise(values, place) for each in (again, quantiser))
+        assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
+
+
+def test_identities_differ() -> None:
+    quantisers = [made for made, _ in QUANTISERS.values() if isinstance(made, Quantiser)]
+    quantisers += [make_quantiser("cachegen", k_bins=[32]), make_quantiser("cachegen", v_bins=[32])]
+    assert len({each.identity for each in quantisers}) == len(quantisers) == 6
+
+
+def test_the_largest_values_stay_finite(quantiser: Quantiser) -> None:
+    """``klt`` adds them up in float32, which does not hold sums of the largest that float32 and bfloat16 do."""
+    of_klt = isinstance(quantiser, KltQuantiser)
+    for dtype in (torch_dtype(name) for name in DTYPES if not (of_klt and name in ("float32", "bfloat16"))):
+        largest = torch.full((3, 3, 4, 16), torch.finfo(dtype).max)
+        largest[1:] = -largest[1:]
+        values = CellValues(largest.to(dtype), largest.to(dtype))
+        for restored in there_and_back(quantiser, values):
+            assert torch.isfinite(restored.float()).all()
+            assert of_klt or (restored.double() / values.k.double() > 0.98).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_finite_is_refused(quantiser: Quantiser, dtype: torch.dtype) -> None:
+    for tensor in (0, 1):
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            values, place = values_for(dtype)
+            values[tensor][NUM_TOKENS - 1, 2, 3, 15] = bad
+            if quantiser.is_lossless:
+                quantiser.quantise(values, place)
+                continue
+            with pytest.raises(QuantiseError, match="not finite"):
+                quantiser.quantise(values, place)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,26 +133,6 @@ def test_exact_gives_every_bit_back(dtype: str) -> None:
     assert len(quantised) == len(quantiser.parts(values.k.dtype)) == 2 * values.k.dtype.itemsize
     for restored, x in zip(there_and_back(quantiser, values), values, strict=True):
         assert torch.equal(restored.view(torch.uint8), x.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen"])
-def test_a_run_of_tokens_is_restored_as_the_whole_is(name: PlainQuantiserName) -> None:
-    quantiser = make_quantiser(name)
-    values = CellValues(*torch.randn((2, 9, 3, 2, 48), generator=torch.Generator().manual_seed(5)).bfloat16())
-    quantised = quantiser.quantise(values, place_of(values))
-    whole = quantiser.dequantise(quantised, torch.bfloat16, place_of(values))
-    part = quantiser.dequantise(quantised, torch.bfloat16, place_of(values), slice(4, 7))
-    assert all(torch.equal(x, y[4:7]) for x, y in zip(part, whole, strict=True))
-
-
-@pytest.mark.parametrize("name", ["exact", "uint8", "cachegen"])
-def test_parts_of_neighbours_join_to_those_of_the_whole(name: PlainQuantiserName) -> None:
-    quantiser = make_quantiser(name)
-    values = CellValues(*torch.randn((2, 9, 3, 2, 48), generator=torch.Generator().manual_seed(6)).bfloat16())
-    pieces = [values.tokens(slice(0, 4)), values.tokens(slice(4, 9))]
-    joined = join_parts(quantiser.parts(torch.bfloat16), [quantiser.quantise(x, place_of(x)) for x in pieces])
-    whole = quantiser.quantise(values, place_of(values))
-    assert all(torch.equal(x, y) for x, y in zip(joined, whole, strict=True))
 
 
 def test_exact_puts_the_exponent_in_the_last_plane_and_the_sign_in_the_last_bit() -> None:
@@ -186,66 +253,18 @@ def test_zeros_and_the_smallest_values_stay_finite() -> None:
             assert torch.isfinite(restored).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_largest_values_stay_finite(dtype: str) -> None:
-    largest = torch.finfo(torch_dtype(dtype)).max
-    values = torch.full((3, 2, 2, 48), largest).to(torch_dtype(dtype))
-    values[1:] = -values[1:]
-    for quantiser in (make_quantiser("uint8"), make_quantiser("cachegen"), make_quantiser("cachegen", k_bins=[4])):
-        restored = there_and_back(quantiser, CellValues(values, values)).k
-        assert torch.isfinite(restored).all()
-        assert (restored.double() / values.double() > 0.98).all()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_refused(bad: float) -> None:
-    values = CellValues(torch.zeros((3, 2, 2, 48)), torch.zeros((3, 2, 2, 48)))
-    values.v[1, 1, 1, 7] = bad
-    for name in ("uint8", "cachegen"):
-        with pytest.raises(QuantiseError, match="not finite"):
-            make_quantiser(name).quantise(values, place_of(values))
-
-
 def test_cachegen_bins_go_by_the_models_layer() -> None:
     quantiser = make_quantiser("cachegen", k_bins=[64, 16], v_bins=[8])
     x = torch.randn((5, 3, 2, 48), generator=torch.Generator().manual_seed(3))
     for first, expected in ((0, [62, 14, 14]), (1, [14, 14, 14])):
-        _, k, _, v = quantiser.quantise(CellValues(x, x), place(5, range(first, first + 3), 2))
+        _, k, _, v = quantiser.quantise(CellValues(x, x), CellPlace(range(first, first + 3), range(2), range(5)))
         assert k.amax(dim=(0, 2, 3)).tolist() == expected
         assert v.max() == 6
-
-
-def test_identity_names_what_matters() -> None:
-    identities = {
-        make_quantiser("exact").identity,
-        make_quantiser("uint8").identity,
-        make_quantiser("cachegen").identity,
-        make_quantiser("cachegen", k_bins=[32]).identity,
-        make_quantiser("cachegen", v_bins=[32]).identity,
-    }
-    assert len(identities) == 5
 
 
 def test_bad_bins_are_named() -> None:
     with pytest.raises(ConfigError, match=r"k_bins = \[2\].*4 to 256"):
         make_quantiser("cachegen", k_bins=[2])
-
-
-@pytest.mark.parametrize(
-    "quantiser",
-    [
-        make_quantiser("exact"),
-        make_quantiser("uint8"),
-        make_quantiser("cachegen"),
-        make_quantiser("cachegen", k_bins=[64, 4], v_bins=[256]),
-    ],
-)
-def test_an_identity_gives_its_quantiser_back(quantiser: Quantiser) -> None:
-    again = quantiser_from_identity(quantiser.identity)
-    assert again.identity == quantiser.identity
-    x = torch.randn((5, 3, 2, 48), generator=torch.Generator().manual_seed(4))
-    parts, expected = (q.quantise(CellValues(x, x), place(5, range(1, 4), 2)) for q in (again, quantiser))
-    assert all(torch.equal(a, b) for a, b in zip(parts, expected, strict=True))
 
 
 @pytest.mark.parametrize(

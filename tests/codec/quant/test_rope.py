@@ -10,8 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
 from transformers import AutoConfig
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_pairs
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb as rotate_halves
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sgl_kvfetch.codec.quant.rope import Rope, Rotations, rotate, unrotate
 
@@ -81,16 +80,6 @@ def random_k(dim: int, heads: int = 3) -> torch.Tensor:
     return torch.randn(NUM_TOKENS, heads, dim, generator=torch.Generator().manual_seed(5)) * 4
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-def test_the_table_is_sglangs_cache(name: str) -> None:
-    config = llama_config(**SCALINGS[name])
-    cache = sglang_rope(config).cos_sin_cache
-    rope = rope_of(config)
-    for first_token in FIRST_TOKENS:
-        expected = cache[first_token : first_token + NUM_TOKENS]
-        torch.testing.assert_close(rope.table(first_token, NUM_TOKENS), expected, rtol=0, atol=1e-5)
-
-
 def test_positions_may_be_divided() -> None:
     """As in profiles that followed SGLang's linear scaling."""
     config = llama_config(max_position_embeddings=33_400, rope_scaling={"type": "linear", "factor": 3.0})
@@ -133,28 +122,6 @@ def test_a_segments_rows_do_not_depend_on_where_it_was_cut() -> None:
     rope = rope_of(llama_config(**SCALINGS["llama3"]))
     whole = rope.table(0, 4200)
     assert torch.equal(torch.cat((rope.table(0, 64), rope.table(64, 4096), rope.table(4160, 40))), whole)
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-def test_rotation_is_transformers(name: str) -> None:
-    config = llama_config(**SCALINGS[name])
-    rope = rope_of(config)
-    k = random_k(64)
-    for first_token in FIRST_TOKENS:
-        positions = torch.arange(first_token, first_token + NUM_TOKENS)[None]
-        cos, sin = transformers_rope(config)(k, positions)
-        _, expected = rotate_halves(k.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-        rotated = rotate(k, rope.table(first_token, NUM_TOKENS), rope)
-        torch.testing.assert_close(rotated, expected[0].transpose(0, 1), rtol=0, atol=1e-4)
-
-
-def test_interleaved_rotation_is_transformers() -> None:
-    rope = rope_of(llama_config(max_position_embeddings=8192), interleaved=True)
-    k = random_k(64)
-    table = rope.table(100, NUM_TOKENS)
-    cos, sin = (x.repeat_interleave(2, dim=-1)[None] for x in table.chunk(2, dim=-1))
-    _, expected = rotate_pairs(k.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    torch.testing.assert_close(rotate(k, table, rope), expected[0].transpose(0, 1), rtol=0, atol=1e-5)
 
 
 def test_a_rope_survives_json_exactly() -> None:
