@@ -6,20 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton_kernels.test_compiled_kernels import (
-    EXACT_KERNELS,
-    KLT_KERNELS,
-    MOST_REGISTERS,
-    QUANTISING_KERNELS,
-    TARGET,
-    Facts,
-    check_exact,
-    check_klt,
-    check_one_warp,
-    check_quantising,
-    check_tensor_cores,
-    facts_of,
-)
+from tests.triton_kernels.test_compiled_kernels import TARGET, Facts, check, facts_of
 
 pytestmark = pytest.mark.process
 
@@ -33,16 +20,9 @@ def compiled() -> Facts:
 
 @pytest.mark.parametrize("target", OTHERS)
 def test_every_kernel_compiles(target: str, compiled: Facts) -> None:
-    for kernel in KLT_KERNELS:
-        check_klt(compiled, kernel, target)
-        if target == "sm_100":
-            check_tensor_cores(compiled, kernel, target, "tcgen05.mma")
-    for kernel in MOST_REGISTERS:
-        check_one_warp(compiled, kernel, target)
-    for kernel in QUANTISING_KERNELS:
-        check_quantising(compiled, kernel, target)
-    for kernel in EXACT_KERNELS:
-        check_exact(compiled, kernel, target)
+    for (kernel, of), facts in compiled.items():
+        if of == target and not kernel.startswith("exact_tokens"):
+            check(kernel, facts, target)
 
 
 def test_the_oldest_triton_compiles_every_kernel(compiled: Facts, oldest_triton: Path) -> None:
