@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,11 +12,15 @@ from harness.ceph_server import CEPH_MISSING, HAS_CEPH, CephProcess
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, running_s3_server
+from harness.waiting import WAIT_S
+from sgl_kvfetch.directory.front import FrontStore
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 
 
@@ -32,6 +39,7 @@ async def proxy(server: RunningServer) -> AsyncIterator[FaultyProxy]:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     with running_s3_server() as server:
+        server.make_bucket()
         yield server
 
 
@@ -72,17 +80,36 @@ def ceph_server() -> Iterator[CephProcess]:
         yield server
 
 
-@pytest.fixture(params=["local", "http", "s3"])
-async def store(
-    request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
-) -> AsyncIterator[AdminStore]:
-    """One of each kind that keeps things beside segments."""
-    match request.param:
-        case "local":
-            store: AdminStore = LocalStore(tmp_path / "store")
-        case "http":
+@asynccontextmanager
+async def opened(kind: str, folder: Path, request: pytest.FixtureRequest, **options: Any) -> AsyncIterator[AdminStore]:
+    """Open a store of one of the kinds. ``options``: of a directory, or of the server of one."""
+    store: AdminStore
+    async with AsyncExitStack() as stack:
+        if kind in ("served", "served front"):
+            config = ServerConfig(folder / "served", port=0, grace_s=1, **options)
+            server = await stack.enter_async_context(running_server(config))
+            if kind == "served front":
+                config = ServerConfig(folder / "near", port=0, grace_s=1, upstream=server.url)
+                server = await stack.enter_async_context(running_server(config))
             store = HttpStore(server.url)
-        case _:
-            store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
-    yield store
-    await store.close()
+        elif kind == "front":
+            store = FrontStore(folder / "near", LocalStore(folder / "far"))
+        elif kind == "directory":
+            store = LocalStore(folder / "store", min_free_bytes=0, **options)
+        else:
+            s3 = request.getfixturevalue("ceph_server" if kind.startswith("ceph") else "s3_server")
+            url = f"s3://{BUCKET}/{folder.name}-{secrets.token_hex(4)}"
+            if kind.endswith("with index"):
+                index = IndexOptions(request.getfixturevalue("redis_server").url, timeout_s=WAIT_S)
+                store = IndexedS3Store(url, index, config=s3.config)
+            else:
+                store = S3Store(url, config=s3.config)
+        stack.push_async_callback(store.close)
+        yield store
+
+
+@pytest.fixture(params=["directory", "served", "bucket"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdminStore]:
+    """One of each kind that keeps things beside segments, or of the kinds that a test has as parameters."""
+    async with opened(request.param, tmp_path, request) as store:
+        yield store

@@ -5,53 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.directory.front import FrontStore
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.base import Store
-from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.base import AdminStore
 from tests.stores.conformance import AdminStoreConformance
+from tests.stores.conftest import opened
+
+KINDS: dict[str, dict[str, int]] = {"directory": {}, "bounded": {"capacity_bytes": 100 << 20}, "front": {}}
+WITH_PROCESSES = "served", "served front", "bucket", "bucket with index", "ceph", "ceph with index"
 
 
-class TestLocalStore(AdminStoreConformance):
-    @pytest.fixture
-    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
-        store = LocalStore(tmp_path / "store")
-        yield store
-        await store.close()
-
-
-class TestBoundedLocalStore(AdminStoreConformance):
-    @pytest.fixture
-    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
-        store = LocalStore(tmp_path / "store", capacity_bytes=100 << 20)
-        yield store
-        await store.close()
-
-
-@pytest.mark.process
-class TestHttpStore(AdminStoreConformance):
-    @pytest.fixture
-    async def store(self, server: RunningServer) -> AsyncIterator[Store]:
-        store = HttpStore(server.url)
-        yield store
-        await store.close()
-
-
-class TestFrontStore(AdminStoreConformance):
-    @pytest.fixture
-    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
-        store = FrontStore(tmp_path / "near", LocalStore(tmp_path / "far"))
-        yield store
-        await store.close()
-
-
-@pytest.mark.process
-class TestServedFrontStore(AdminStoreConformance):
-    @pytest.fixture
-    async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
-        async with running_server(ServerConfig(tmp_path / "near", port=0, grace_s=1, upstream=server.url)) as near:
-            store = HttpStore(near.url)
+class TestStores(AdminStoreConformance):
+    @pytest.fixture(params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.process) for kind in WITH_PROCESSES)])
+    async def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdminStore]:
+        kind = request.param
+        self.checks_manifests = not kind.startswith(("bucket", "ceph"))
+        self.finds_parts = kind not in ("bucket", "ceph")
+        options = KINDS.get(kind, {})
+        async with opened("directory" if kind == "bounded" else kind, tmp_path, request, **options) as store:
             yield store
-            await store.close()

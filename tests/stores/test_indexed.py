@@ -22,22 +22,12 @@ from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.stores.remote import Breaker, HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.stores.conformance import AdminStoreConformance, failing
+from tests.stores.conformance import failing
 
 pytestmark = pytest.mark.process
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(32)
-
-
-class TestIndexedS3Store(AdminStoreConformance):
-    checks_manifests = False
-
-    @pytest.fixture
-    async def store(self, s3: S3Server, index: RedisProcess) -> AsyncIterator[Store]:
-        store = IndexedS3Store(URL, IndexOptions(index.url, timeout_s=WAIT_S), config=s3.config)
-        yield store
-        await store.close()
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,30 +23,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from harness.s3_server import BUCKET
 from harness.small_segments import expiring, parts
-from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import AdminStore, object_digest
-from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.notes import PINS, Pin, put_pin
-from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.directory.conftest import rebuild
 from tests.directory.test_dropped_levels import FOLDER, WHOLE, chain
 from tests.segments import names
+from tests.stores.conftest import opened
 
 T = TypeVar("T")
 Opened = Callable[[Path], AbstractAsyncContextManager[AdminStore]]
 NUMBERS = st.integers(0, 8)  # of segments, of which six have room
 CAPACITY = 6 * WHOLE
+BOUNDED = "bounded", "served"
 TIMES_S = None, 1000, 3000  # to live: long enough for what has expired to be older than a write takes
 MANIFESTS = {chain(number).manifest.key.manifest_name: number for number in range(9)}
 KEYS = {chain(number).manifest.key: number for number in range(9)}
@@ -67,7 +61,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_bounded, self.is_served = self.kind in ("bounded", "served"), self.kind == "served"
+        self.is_bounded, self.is_served = self.kind in BOUNDED, self.kind == "served"
         self.is_directory = not self.kind.startswith("bucket")
         self.clock[0] = 0.0
         self.folder = Path(tempfile.mkdtemp())
@@ -257,8 +251,9 @@ class Life(RuleBasedStateMachine):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How many seconds this process's clock has gone on, which does not by itself."""
-    ahead, start = [0.0], int(time.time())
+    """How many seconds this process's clock has gone on, which does not by itself. It is a day ahead of files' times,
+    which a catalog that is made anew takes for uses: whatever is used then was used later."""
+    ahead, start = [0.0], int(time.time()) + 86_400
     monkeypatch.setattr(time, "time", lambda: start + ahead[0])
     return ahead
 
@@ -267,28 +262,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.usefixtures("tiny_stores")
 @pytest.mark.parametrize("kind", ["directory", "bounded", "served", "bucket", "bucket with index"])
 def test_a_life(kind: str, clock: list[float], request: pytest.FixtureRequest) -> None:
-    config = request.getfixturevalue("s3").config if kind.startswith("bucket") else {}
-    index = request.getfixturevalue("index").url if kind.endswith("index") else ""
-    capacity = {"capacity_bytes": CAPACITY, "drop_levels": 1} if kind in ("bounded", "served") else {}
+    options = {"orphan_age_s": AGE_S} | ({"capacity_bytes": CAPACITY, "drop_levels": 1} if kind in BOUNDED else {})
 
-    @asynccontextmanager
-    async def opened(folder: Path) -> AsyncIterator[AdminStore]:
-        store: AdminStore
-        if kind == "served":
-            served = ServerConfig(folder, port=0, grace_s=1, orphan_age_s=AGE_S, **capacity)  # type: ignore[arg-type]
-            async with running_server(served) as server:
-                store = HttpStore(server.url)
-                yield store
-                await store.close()
-            return
-        if kind == "bucket":
-            store = S3Store(f"s3://{BUCKET}/{folder.name}", config=config)
-        elif kind == "bucket with index":
-            store = IndexedS3Store(f"s3://{BUCKET}/{folder.name}", IndexOptions(index, timeout_s=WAIT_S), config=config)
-        else:
-            store = LocalStore(folder, min_free_bytes=0, orphan_age_s=AGE_S, **capacity)
-        yield store
-        await store.close()
+    def open_here(folder: Path) -> AbstractAsyncContextManager[AdminStore]:
+        return opened("directory" if kind == "bounded" else kind, folder, request, **options)
 
     num_examples = 15 if kind in ("directory", "bounded") else 5
     how = settings(
@@ -298,5 +275,5 @@ def test_a_life(kind: str, clock: list[float], request: pytest.FixtureRequest) -
         deadline=None,
         suppress_health_check=[*HealthCheck],
     )
-    here = type("Here", (Life,), {"kind": kind, "opened": staticmethod(opened), "clock": clock})
+    here = type("Here", (Life,), {"kind": kind, "opened": staticmethod(open_here), "clock": clock})
     run_state_machine_as_test(here, settings=how)

@@ -11,21 +11,16 @@ from typing import Any
 
 import pytest
 
-from harness.redis_server import RedisProcess
-from harness.s3_server import BUCKET, S3Server
-from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import ORPHAN_AGE_S, plan_sweep, sweep_segments
 from tests.codec.container.test_levels import segment
 from tests.directory.test_dropped_levels import WHOLE, chain
 from tests.segments import using
+from tests.stores.conftest import opened
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 pytestmark = pytest.mark.process
@@ -35,21 +30,12 @@ LAST = len(segment().level_data[-1])
 
 
 @pytest.fixture(params=["directory", "bucket", "bucket with index"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> AsyncIterator[AdminStore]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdminStore]:
     """A store of three segments."""
-    url = f"s3://{BUCKET}/kv"
-    store: AdminStore
-    if request.param == "directory":
-        store = LocalStore(tmp_path)
-    elif request.param == "bucket":
-        store = S3Store(url, config=s3.config)
-    else:
-        redis: RedisProcess = request.getfixturevalue("index")
-        store = IndexedS3Store(url, IndexOptions(redis.url, timeout_s=WAIT_S), config=s3.config)
-    for number in range(NUM):
-        await commit_segment(store, chain(number))
-    yield store
-    await store.close()
+    async with opened(request.param, tmp_path, request) as store:
+        for number in range(NUM):
+            await commit_segment(store, chain(number))
+        yield store
 
 
 async def lost(store: AdminStore) -> list[int | None]:

@@ -55,13 +55,13 @@ async def test_a_shorter_segment_is_found_behind_an_expired_one(store: AdminStor
     assert await found(store) == [(0, 4)]
 
 
-@pytest.mark.parametrize("store", ["local", "s3"], indirect=True)
+@pytest.mark.parametrize("store", ["directory", "bucket"], indirect=True)
 async def test_gc_keeps_what_is_being_written_again(store: AdminStore) -> None:
     await put_segment(store, expiring(LEFT, time.time() - HOUR))
     assert (await plan_sweep(store, None)).evicted == []
 
 
-@pytest.mark.parametrize("store", ["local", "http"], indirect=True)
+@pytest.mark.parametrize("store", ["directory", "served"], indirect=True)
 async def test_data_that_is_put_again_waits_for_its_manifest(store: AdminStore, later: Later) -> None:
     await put_segment(store, expiring(LEFT, time.time() + TTL_S))
     later(2 * TTL_S)
