@@ -26,6 +26,7 @@ from sgl_kvfetch.keys import (
         ("cachegen(k=32,16;v=16)", "cachegen k 32/16, v 16"),
         (f"klt(profile={'0' * 32};step=0.04321)", "klt step 0.0432"),
         ("a later one(x=1)", "a later one"),
+        (f"klt(profile={'0' * 32};step=1.2.3)",) * 2,
     ],
 )
 def test_quantisers_without_a_label(identity: str, expected: str) -> None:

@@ -20,7 +20,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server import app as application, metrics as server_metrics
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
-from tests.server.test_server import metric, serving
+from tests.server.serving import get, metric, serving
 
 pytestmark = pytest.mark.process
 
@@ -77,17 +77,24 @@ async def test_a_failure_is_logged_once_and_counted(
 async def test_a_client_s_mistake_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path) as (_, session):
         caplog.clear()
-        for path in (OBJECT, f"{wire.Route.OBJECTS}/bad", "/elsewhere"):
-            async with session.get(path) as response:
-                assert response.status in (400, 404)
+        for path, status in ((OBJECT, 404), (f"{wire.Route.OBJECTS}/bad", 400), ("/elsewhere", 404)):
+            await get(session, path, status)
         assert await metric(session, "failures_total") == 0
     assert not caplog.records
 
 
-@pytest.mark.parametrize("at", ["open", "write", "fsync"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EMFILE, errno.EFBIG])
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [
+        ("open", errno.EROFS),
+        ("open", errno.EMFILE),
+        ("write", errno.ENOSPC),
+        ("write", errno.EFBIG),
+        ("fsync", errno.EIO),
+    ],
+)
 async def test_a_disk_that_refuses_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, number: int
 ) -> None:
     """Each object is sent once, and the store says that it takes none, until one is written."""
     call = getattr(os, at)
@@ -109,22 +116,25 @@ async def test_a_disk_that_refuses_writes(
                 return e.reason
             return None
 
-        async def health() -> str | None:
-            async with session.get(wire.Route.HEALTH) as response:
-                return (await response.json())["write_problem"]
+        async def health() -> str:
+            """Return why nothing can be written, "" if it can."""
+            found = await get(session, wire.Route.HEALTH)
+            assert found["status"] == ("ok" if found["write_problem"] is None else "read_only")
+            return found["write_problem"] or ""
 
         assert await put(b"first") is None
-        assert await health() is None
+        assert await health() == ""
         with monkeypatch.context() as broken:
             broken.setattr(f"sgl_kvfetch.directory.files.os.{at}", fail)
             assert await put(b"second") == ("full" if number in (errno.ENOSPC, errno.EFBIG) else "io")
             assert await metric(session, "requests_total", method="PUT", status="507") == 1
-            problem = await health() or ""
-        assert os.strerror(number) in problem
+            assert os.strerror(number) in await health()
         if number != errno.ENOSPC:  # the disk has more free bytes by now, perhaps
-            assert os.strerror(number) in (await health() or "")
+            assert os.strerror(number) in await health()
+            assert os.strerror(number) in (await get(session, wire.Route.HEALTH, 503, write=""))["write_problem"]
         assert await put(b"third") is None
-        assert await health() is None
+        assert await health() == ""
+        assert (await get(session, wire.Route.HEALTH, write=""))["write_problem"] is None
         await store.close()
 
 
@@ -162,6 +172,5 @@ async def test_an_object_that_never_fits_is_sent_once_and_evicts_nothing(
         assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
         assert await metric(session, "requests_total", method="PUT", status="413") == 1
         assert await store.get(data_object(b"first")) == b"first"
-        async with session.get(wire.Route.HEALTH) as response:
-            assert (await response.json())["write_problem"] is None
+        assert (await get(session, wire.Route.HEALTH))["write_problem"] is None
         await store.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes
 from sgl_kvfetch import processes
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.directory.local import LocalStore
@@ -21,7 +21,8 @@ from sgl_kvfetch.server.tokens import TokenFile
 from sgl_kvfetch.stores import Pin, wire
 from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.remote import TlsFiles
-from tests.server.test_web import serving
+from tests.segments import put_all, using
+from tests.server.serving import serving
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)
 NAME = SEGMENT.manifest.key.manifest_name
@@ -44,21 +45,12 @@ ROUTES = (
 )
 
 
-def catalog_in_the_way(root: Path) -> None:
-    root.mkdir()
-    (root / ".catalog").write_bytes(b"in the way")
-
-
-def pins_in_the_way(root: Path) -> None:
-    root.mkdir()
-    (root / ".pins").write_bytes(b"in the way")
-
-
 @pytest.mark.process
-@pytest.mark.parametrize("spoil", [catalog_in_the_way, pins_in_the_way])
-async def test_no_answer_but_the_page_s_has_the_store_s_path(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("in_the_way", [".catalog", ".pins"])
+async def test_no_answer_but_the_page_s_has_the_store_s_path(tmp_path: Path, in_the_way: str) -> None:
     root = tmp_path / "hidden"
-    spoil(root)
+    root.mkdir()
+    (root / in_the_way).write_bytes(b"in the way")
     failed = 0
     async with running_server(ServerConfig(root, port=0, grace_s=1)) as server, aiohttp.ClientSession() as session:
         for method, path in ROUTES:
@@ -69,34 +61,29 @@ async def test_no_answer_but_the_page_s_has_the_store_s_path(tmp_path: Path, spo
     assert failed
 
 
-async def test_files_of_pins_are_their_owner_s(tmp_path: Path) -> None:
+def test_files_of_pins_are_their_owner_s(tmp_path: Path) -> None:
+    pin = Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes))
     before = os.umask(0o022)
     try:
-        store = LocalStore(tmp_path)
-        await put_segment(store, SEGMENT)
-        await put_pin(store, Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes)))
-        await store.close()
+        put_all(LocalStore(tmp_path), SEGMENT)
+        using(LocalStore(tmp_path), lambda store: put_pin(store, pin))
     finally:
         os.umask(before)
-    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in _below(tmp_path)}
+    found = list(tmp_path.rglob("*"))
+    assert {".pins", ".catalog", FOLDER} <= {path.name for path in found}
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in found}
     assert modes == {(True, 0o700), (False, 0o600)}
 
 
-def _below(root: Path) -> Iterator[Path]:
-    found = list(root.rglob("*"))
-    assert {".pins", ".catalog", FOLDER} <= {path.name for path in found}
-    yield from found
-
-
-def _tls_key(path: Path) -> None:
-    ServerConfig(Path(), tls_cert=path, tls_key=path).tls_context()
-
-
-def _client_key(path: Path) -> None:
-    TlsFiles(cert=str(path), key=str(path)).context()
-
-
-@pytest.mark.parametrize("read", [TokenFile, StoreKeys.read, _tls_key, _client_key])
+@pytest.mark.parametrize(
+    "read",
+    [
+        TokenFile,
+        StoreKeys.read,
+        lambda path: ServerConfig(Path(), tls_cert=path, tls_key=path).tls_context(),
+        lambda path: TlsFiles(cert=str(path), key=str(path)).context(),
+    ],
+)
 def test_a_secret_that_all_may_read_is_warned_of(
     tmp_path: Path, read: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,25 +110,24 @@ def test_a_server_s_memory_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
-async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path, site: str) -> None:
-    headers = {"Sec-Fetch-Site": site}
-    refused = site in ("cross-site", "same-site")
-    async with serving(tmp_path, SEGMENT) as session:
-        for method, path in ROUTES:
-            async with session.request(method, path, headers=headers) as answer:
-                assert (answer.status == 403) == (refused and not path.startswith(wire.Route.HEALTH)), path
-        async with session.get("/", headers=headers) as answer:
-            assert answer.status == 200  # by a link
-    async with serving(tmp_path, SEGMENT, token="secret") as session:
-        authorised = headers | {"Authorization": "Bearer secret"}
-        async with session.get(wire.Route.SUMMARY, headers=authorised) as answer:
-            assert answer.status == 200  # whoever knows the token
+async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path) -> None:
+    async with serving(tmp_path / "open") as (_, session), serving(tmp_path / "closed", token="secret") as (_, closed):
+        for site in ("same-origin", "none", "cross-site", "same-site"):
+            headers = {"Sec-Fetch-Site": site}
+            for method, path in ROUTES:
+                async with session.request(method, path, headers=headers) as answer:
+                    refused = site in ("cross-site", "same-site") and not path.startswith(wire.Route.HEALTH)
+                    assert (answer.status == 403) == refused, (site, path)
+            async with session.get("/", headers=headers) as answer:
+                assert answer.status == 200  # by a link
+            authorised = headers | {"Authorization": "Bearer secret"}
+            async with closed.get(wire.Route.SUMMARY, headers=authorised) as answer:
+                assert answer.status == 200  # whoever knows the token
 
 
 @pytest.mark.process
 async def test_the_page_answers_head(tmp_path: Path) -> None:
-    async with serving(tmp_path) as session:
+    async with serving(tmp_path) as (_, session):
         for path in wire.PAGE_PATHS:
             async with session.get(path) as answer:
                 size = len(await answer.read())

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import aiohttp
 import pytest
 
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
-from harness.waiting import WAIT_S
+from harness.waiting import until
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import LimitedLogger
@@ -26,7 +25,6 @@ from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.user_files import TOKEN_ENV
 
-DEADLINE_S = WAIT_S
 TOKENS = """
 # Readers
 read  r1
@@ -37,11 +35,8 @@ admin a
 """
 
 
-def test_a_plain_token_is_an_admins() -> None:
-    assert parse_tokens("s3cret\n") == {"s3cret": Role.ADMIN}
-
-
 def test_tokens_by_role() -> None:
+    assert parse_tokens("s3cret\n") == {"s3cret": Role.ADMIN}
     assert parse_tokens(TOKENS) == {"r1": Role.READ, "r2": Role.READ, "w": Role.WRITE, "a": Role.ADMIN}
 
 
@@ -120,7 +115,7 @@ async def test_refused_clients_are_logged_once_a_minute_without_their_tokens(
 
 def test_many_clients_cost_a_bounded_number_of_lines_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
     limited = LimitedLogger(tokens.logger)
-    for client in range(5000):
+    for client in range(1500):
         limited.warning(f"refused {client}", "refused")
     assert len(caplog.records) == 1001
     assert len(limited._next_s) == 1001
@@ -130,20 +125,20 @@ def test_many_clients_cost_a_bounded_number_of_lines_and_bytes(caplog: pytest.Lo
 async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: RunningServer) -> None:
     old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
     name = old.manifest.key.manifest_name
-    path = f"{wire.Route.OBJECTS}/{name}"
     before, after = old.manifest.encode(), new.manifest.encode()
     writer, admin = HttpStore(server.url, token="w"), HttpStore(server.url, token="a")
     for segment in (old, new):
         await writer.put(segment.data_name, segment.data)
 
-    async def put(token: str, content: bytes, **headers: str) -> int:
+    async def put(token: str, content: bytes, name: str = name, **headers: str) -> int:
         condition = {key.replace("_", "-"): value for key, value in headers.items()}
         async with (
             aiohttp.ClientSession(server.url, headers={"Authorization": f"Bearer {token}"} | condition) as session,
-            session.put(path, data=content) as response,
+            session.put(f"{wire.Route.OBJECTS}/{name}", data=content) as response,
         ):
             return response.status
 
+    assert await put("w", old.data, old.data_name, If_None_Match="*") == 412  # it is there
     assert await put("w", before) == 201
     assert await put("w", before) == 201  # a retry
     assert await put("w", after) == 412
@@ -159,16 +154,6 @@ async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: Ru
     assert await admin.get(name) == after
     await writer.close()
     await admin.close()
-
-
-@pytest.mark.process
-async def test_data_that_exists_is_not_uploaded_again_if_the_client_says_so(server: RunningServer) -> None:
-    segment = make_segment(page_hashes(4), 0, 4)
-    headers = {"Authorization": "Bearer w", "If-None-Match": "*"}
-    async with aiohttp.ClientSession(server.url, headers=headers) as session:
-        for status in (201, 412):
-            async with session.put(f"{wire.Route.OBJECTS}/{segment.data_name}", data=segment.data) as response:
-                assert response.status == status
 
 
 @pytest.mark.process
@@ -192,13 +177,13 @@ async def test_tokens_are_read_again_when_the_file_changes(server: RunningServer
     replacement = tmp_path / "new"
     replacement.write_text("read r3\n")
     os.replace(replacement, tmp_path / "tokens")
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                await new.get(name)
-                break
-            except StoreError:
-                await asyncio.sleep(0.05)
+
+    async def is_known() -> bool:
+        with suppress(StoreError):
+            return await new.get(name) is None
+        return False
+
+    await until(is_known)
     with pytest.raises(StoreError):
         await old.get(name)
     await old.close()

@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
-import aiohttp
 import msgspec
 import pytest
 
-from harness.small_segments import NAMESPACE, make_segment, page_hashes, put_segment
+from harness.small_segments import NAMESPACE, make_segment, page_hashes
+from harness.waiting import until
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
-from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import web as pages
-from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import AnswerTimes, ServerMetrics
-from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import NoteKind, seal_profile
+from tests.odd_segments import odd_segments
 from tests.segments import with_labels
+from tests.server.serving import get, serving
 from tests.stores.test_profiles import KEYS, save
 
 pytestmark = pytest.mark.process
 
 AUTHORISED = {"Authorization": "Bearer secret"}
-
-
-@asynccontextmanager
-async def serving(root: Path, *segments: CodedSegment, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
-    store = LocalStore(root)
-    for segment in segments:
-        await put_segment(store, segment)
-    await store.close()
-    config = ServerConfig(root, port=0, grace_s=1, **options)
-    async with running_server(config) as server, aiohttp.ClientSession(server.url) as session:
-        yield session
-
-
-async def get(session: aiohttp.ClientSession, path: str, status: int = 200, **query: str) -> Any:
-    async with session.get(path, params=query) as response:
-        body = await response.json()
-        assert response.status == status, body
-        return body
 
 
 def test_namespaces_that_differ_look_different() -> None:
@@ -77,7 +55,7 @@ def test_namespaces_that_differ_look_different() -> None:
 
 
 async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
-    async with serving(tmp_path, token="secret") as session:
+    async with serving(tmp_path, token="secret") as (_, session):
         kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
         for path in wire.PAGE_PATHS:
             async with session.get(path) as response:
@@ -93,7 +71,7 @@ async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
 
 async def test_what_is_stored(tmp_path: Path) -> None:
     long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
-    async with serving(tmp_path, long, short) as session:
+    async with serving(tmp_path, long, short) as (_, session):
         manifest = long.manifest
         asked = wire.LookupRequest(manifest.heads.folder, b"".join(page_hashes(9)))
         for _ in range(2):
@@ -125,7 +103,7 @@ async def test_what_is_stored(tmp_path: Path) -> None:
 
 async def test_who_reads_and_writes_and_how_long_it_takes(tmp_path: Path) -> None:
     segment = make_segment(page_hashes(2), 0, 2)
-    async with serving(tmp_path, segment) as session:
+    async with serving(tmp_path, segment) as (_, session):
         summary = await get(session, wire.Route.SUMMARY)
         assert summary["clients"] == []  # whoever looks at the page does not count
         assert summary["history"][-1]["values"]["requests_in_flight"] == 0
@@ -164,7 +142,7 @@ async def test_profiles_are_shown(tmp_path: Path) -> None:
         path.write_bytes(data)
         os.utime(path, (1e9 + number, 1e9 + number))
         digests.append(path.name)
-    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4)) as session:
+    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4)) as (_, session):
         newest, older = (await get(session, wire.Route.SUMMARY))["profiles"]
     assert [newest["digest"], older["digest"]] == digests[::-1]
     assert [newest["is_newest"], older["is_newest"]] == [True, False]
@@ -179,10 +157,10 @@ async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: p
         model="m", quantiser="klt 1e-3", num_audits=30, at_s=1e9, ratio=3.0, where="K of layer 3", typical=1.8,
         num_recent=20, before=0.7, by_length={"to 1024": 1.8},
     )  # fmt: skip
-    async with serving(tmp_path, segment) as session:
+    async with serving(tmp_path, segment) as (server, session):
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
         assert row["audits"] == []
-        store = HttpStore(str(session._base_url))
+        store = HttpStore(server.url)
         await store.tell_audits(folder, found)
         await store.tell_audits(f"{'0' * 32}.0-1", found)  # it may have been deleted: nothing goes wrong
         ((told,),) = [row["audits"] for row in (await get(session, wire.Route.SUMMARY))["folders"]]
@@ -203,7 +181,7 @@ async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: p
 
 async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:
     segment = with_labels(make_segment(page_hashes(8), 0, 8), Labels("org/llama", "klt 6.5e-4"))
-    async with serving(tmp_path, segment) as session:
+    async with serving(tmp_path, segment) as (_, session):
         (folder,) = (await get(session, wire.Route.SUMMARY))["folders"]
         about = await get(session, f"{wire.Route.SEGMENTS}/{segment.manifest.key.manifest_name}")
     namespace = segment.manifest.namespace
@@ -220,7 +198,7 @@ async def test_a_summary_has_the_last_failures_and_the_token_s_role(
 
     tokens = tmp_path / "tokens"
     tokens.write_text("read r\nadmin a\n")
-    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4), token_file=tokens) as session:
+    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4), token_file=tokens) as (_, session):
         with monkeypatch.context() as patched:
             patched.setattr(LocalStore, "notes", fail)
             async with session.get(f"{wire.Route.NOTES}/pins", headers={"Authorization": "Bearer r"}) as response:
@@ -241,7 +219,7 @@ async def test_a_summary_has_the_last_failures_and_the_token_s_role(
 async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
     long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
     folder = long.manifest.heads.folder
-    async with serving(tmp_path, long, short) as session:
+    async with serving(tmp_path, long, short) as (_, session):
         for prefix, segments in (("8-", [long]), ("2", [short]), ("4-", []), ("", [long, short])):
             found = await get(session, wire.Route.SEGMENTS, folder=folder, prefix=prefix)
             assert {each["name"] for each in found} == {each.manifest.key.manifest_name for each in segments}
@@ -250,7 +228,7 @@ async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
 
 async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_SUMMARY_AGE_S", 600.0)
-    async with serving(tmp_path) as session:
+    async with serving(tmp_path) as (_, session):
         first = await get(session, wire.Route.SUMMARY)
         assert await get(session, wire.Route.SUMMARY) == first
         assert first["folders"] == []
@@ -259,7 +237,7 @@ async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: py
 async def test_looking_is_no_use(tmp_path: Path) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     name = segment.manifest.key.manifest_name
-    async with serving(tmp_path, segment) as session:
+    async with serving(tmp_path, segment) as (_, session):
         folder = segment.manifest.heads.folder
         (before,) = await get(session, wire.Route.SEGMENTS, folder=folder)
         await get(session, wire.Route.SUMMARY)
@@ -272,7 +250,7 @@ async def test_looking_is_no_use(tmp_path: Path) -> None:
 async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     name = segment.manifest.key.manifest_name
-    async with serving(tmp_path, segment) as session:
+    async with serving(tmp_path, segment) as (_, session):
         path = tmp_path / name
         path.write_bytes(path.read_bytes()[:-1] + b"x")
         assert name in (await get(session, f"{wire.Route.SEGMENTS}/{name}", status=422))["message"]
@@ -283,8 +261,69 @@ async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path
     hashes = hashes_of([1, 2, 3, 4], 1, None)
     segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(b"k" * 32))
     name = segment.manifest.key.manifest_name
-    async with serving(tmp_path, segment) as session:
+    async with serving(tmp_path, segment) as (_, session):
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
         assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
         about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
         assert [each["codecs"] for each in about["codings"]] == [["aes-256-gcm"]]
+
+
+async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
+    segments = list(odd_segments())
+    async with serving(tmp_path, *segments) as (_, session):
+        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
+        for segment in segments:
+            manifest = segment.manifest
+            name, namespace = manifest.key.manifest_name, manifest.namespace
+            about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
+            for found in (about, rows[manifest.heads.folder]):
+                assert found["model_identity"] == namespace.model[:200]
+                assert found["quantiser_identity"] == namespace.quantiser[:200]
+            assert len(await get(session, wire.Route.SEGMENTS, folder=manifest.heads.folder)) == 1
+
+
+@pytest.mark.parametrize("fault", [ValueError("a text that nobody thought of"), StoreError("io", "a bad sector")])
+async def test_a_folder_that_cannot_be_shown_costs_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """Because of its names, or as its manifest cannot be read."""
+    good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
+    names, peek = Labels.model_name, LocalStore.peek
+
+    def fail_by_name(labels: Labels, identity: str) -> str:
+        if identity == "bad":
+            raise fault
+        return names(labels, identity)
+
+    async def fail_to_read(store: LocalStore, name: str) -> bytes | None:
+        if name == bad.manifest.key.manifest_name:
+            raise fault
+        return await peek(store, name)
+
+    if isinstance(fault, StoreError):
+        monkeypatch.setattr(LocalStore, "peek", fail_to_read)
+    else:
+        monkeypatch.setattr(Labels, "model_name", fail_by_name)
+    async with serving(tmp_path, good, bad) as (_, session):
+        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
+    assert rows[good.manifest.heads.folder]["model"] == "conformance"
+    assert rows[bad.manifest.heads.folder]["model"] == ""
+    assert rows[bad.manifest.heads.folder]["num_segments"] == 1
+
+
+async def test_a_folder_whose_files_are_gone_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an eviction that a full disk has undone in the catalog alone."""
+    for age in ("_FOLDERS_AGE_S", "_SUMMARY_AGE_S"):
+        monkeypatch.setattr(pages, age, -1.0)
+    gone, kept = make_segment(page_hashes(4), 0, 4, model="gone"), make_segment(page_hashes(4), 0, 4)
+    async with serving(tmp_path, gone, kept) as (_, session):
+        for path in (tmp_path / gone.manifest.heads.folder).iterdir():
+            path.unlink()
+        for _ in range(2):
+            (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
+            assert (row["model"], row["num_tokens"]) == ("conformance", 4)
+
+        async def is_counted_no_more() -> bool:
+            return (await get(session, wire.Route.SUMMARY))["history"][-1]["values"]["segments"] == 1
+
+        await until(is_counted_no_more)
