@@ -188,44 +188,34 @@ def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> No
     page.until(lambda: len(page.all("#segments tbody tr")) == 1)
 
 
-def test_a_chart_says_what_was_when(page: Browser) -> None:
-    script = """
-        latest.history = [0, 10, 20].map((at_s) => ({ at_s, values: { "request_seconds_count:lookup": at_s * at_s } }));
+def test_charts_and_tiles_say_what_was_when_and_leave_out_what_was_not_asked(page: Browser) -> None:
+    page.freeze()
+    before = page.driver.execute_script("""
+        window.of = (at_s, values) => ({ at_s, values });
+        latest.history = [0, 10, 20].map((at_s) => of(at_s, { "request_seconds_count:lookup": at_s * at_s }));
         drawCharts();
         const svg = document.querySelectorAll("#charts svg")[1], box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left }));
-        return svg.parentElement.textContent;"""
-    assert "lookups 10" in page.driver.execute_script(script)  # 100 in the first 10 s; then 300
-
-
-def test_a_chart_without_samples_claims_nothing(page: Browser) -> None:
-    script = """
+        return svg.parentElement.textContent;""")
+    assert "lookups 10" in before  # 100 in the first 10 s; then 300
+    one_sample = page.driver.execute_script("""
         latest.history = latest.history.slice(-1);
         drawCharts();
-        return [...document.querySelectorAll("#charts .legend")].map((each) => each.textContent);"""
-    page.freeze()
-    assert page.driver.execute_script(script)[:2] == ["found –", "lookups –"]
-
-
-def test_charts_of_shares_and_times_leave_out_what_was_not_asked(page: Browser) -> None:
-    script = """
-        const at = (at_s, hit, miss, seconds) => ({ at_s, values: { "lookup_pages_total:hit": hit,
+        return [...document.querySelectorAll("#charts .legend")].map((each) => each.textContent);""")
+    assert one_sample[:2] == ["found –", "lookups –"]
+    shares = page.driver.execute_script("""
+        const at = (at_s, hit, miss, seconds) => of(at_s, { "lookup_pages_total:hit": hit,
             "lookup_pages_total:miss": miss,
-            "request_seconds_sum:read": seconds, "request_seconds_count:read": hit } });
+            "request_seconds_sum:read": seconds, "request_seconds_count:read": hit });
         const history = [at(0, 0, 0, 0), at(10, 3, 1, 0.3), at(20, 3, 1, 0.3)];
         const both = [sharesFound(history), meanSeconds(history, ["read"])];
-        return both.map((all) => all.map(({ values }) => values[0]));"""
-    assert page.driver.execute_script(script) == [[pytest.approx(0.75), None], [pytest.approx(0.1), None]]
-
-
-def test_tiles_say_how_long_most_answers_took(page: Browser) -> None:
-    page.freeze()
-    script = """
-        const values = { "request_seconds_sum:read": 2, "request_seconds_count:read": 20 };
-        latest.history = [{ at_s: 0, values: {} }, { at_s: 600, values }];
+        return both.map((all) => all.map(({ values }) => values[0]));""")
+    assert shares == [[pytest.approx(0.75), None], [pytest.approx(0.1), None]]
+    tiles = page.driver.execute_script("""
+        latest.history = [of(0, {}), of(600, { "request_seconds_sum:read": 2, "request_seconds_count:read": 20 })];
         latest.answer_times = { read: { half_s: 0.03, most_s: null } };
-        return tiles(latest).filter(([term]) => term.endsWith("takes"));"""
-    assert page.driver.execute_script(script) == [
+        return tiles(latest).filter(([term]) => term.endsWith("takes"));""")
+    assert tiles == [
         ["A lookup takes", "–", "mean, last 10 min"],
         ["A read takes", "100 ms", "mean, last 10 min; half within 30 ms, 95% over 30 s"],
     ]
@@ -264,43 +254,42 @@ def test_what_audits_found_comes_with_what_to_do(page: Browser) -> None:
     assert " 1.75x 3.50x " in rows[1]
 
 
-@pytest.mark.parametrize(
-    ("change", "verdict"),
-    [
-        ("", "Healthy"),
-        ("s.write_problem = 'the disk is full'", "Read only: the disk is full"),
-        ("s.failures = [{at_s: 1000, cause: 'io:EIO'}]", "Errors: 1 in 5 minutes, the last one io:EIO"),
-        ("s.failures = [{at_s: 600, cause: 'io:EIO'}]", "Healthy"),
-        ("last.stored_bytes = 99", "Healthy, and full: the least recently used is evicted"),
-        (
-            "last.stored_bytes = 99, last.evicted_segments_total = 60",
-            "Full and thrashing: 60 segments evicted within the hour, 50 are left",
-        ),
-        ("last['requests_total:404'] = 10000", "Healthy"),
-        ("last.segments = 0", "Empty: nothing is stored yet, and nobody has asked"),
-        (
-            "last.segments = 0, last['request_seconds_count:lookup'] = 3",
-            "Empty: servers look up, and nothing is stored yet",
-        ),
-        (
-            "s.folders = [{audits: [{audits: {off: 'wrong'}}, {audits: {off: ''}}]}]",
-            "Audits: not used by 1 server, where it would be wrong",
-        ),
-    ],
-)
-def test_the_verdict_comes_first(page: Browser, change: str, verdict: str) -> None:
-    script = f"""
-        const last = {{ stored_bytes: 10, segments: 50, evicted_segments_total: 0 }};
-        const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [], folders: [],
-                     history: [{{ at_s: 900, values: {{}} }}, {{ at_s: 1000, values: last }}] }};
-        {change};
-        return verdict(s)[0];"""
-    assert page.driver.execute_script(script) == verdict
+VERDICTS = [
+    ("", "Healthy"),
+    ("s.write_problem = 'the disk is full'", "Read only: the disk is full"),
+    ("s.failures = [{at_s: 1000, cause: 'io:EIO'}]", "Errors: 1 in 5 minutes, the last one io:EIO"),
+    ("s.failures = [{at_s: 600, cause: 'io:EIO'}]", "Healthy"),
+    ("last.stored_bytes = 99", "Healthy, and full: the least recently used is evicted"),
+    (
+        "last.stored_bytes = 99, last.evicted_segments_total = 60",
+        "Full and thrashing: 60 segments evicted within the hour, 50 are left",
+    ),
+    ("last['requests_total:404'] = 10000", "Healthy"),
+    ("last.segments = 0", "Empty: nothing is stored yet, and nobody has asked"),
+    (
+        "last.segments = 0, last['request_seconds_count:lookup'] = 3",
+        "Empty: servers look up, and nothing is stored yet",
+    ),
+    (
+        "s.folders = [{audits: [{audits: {off: 'wrong'}}, {audits: {off: ''}}]}]",
+        "Audits: not used by 1 server, where it would be wrong",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "are_bytes", "top"),
-    [
+def test_the_verdict_comes_first(page: Browser) -> None:
+    for change, verdict in VERDICTS:
+        script = f"""
+            const last = {{ stored_bytes: 10, segments: 50, evicted_segments_total: 0 }};
+            const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [], folders: [],
+                         history: [{{ at_s: 900, values: {{}} }}, {{ at_s: 1000, values: last }}] }};
+            {change};
+            return verdict(s)[0];"""
+        assert page.driver.execute_script(script) == verdict
+
+
+def test_a_scale_ends_with_a_round_number(page: Browser) -> None:
+    for value, are_bytes, top in (
         (0, "false", 0.1),
         (0, "true", 1024),
         (0.3, "false", 0.5),
@@ -308,10 +297,8 @@ def test_the_verdict_comes_first(page: Browser, change: str, verdict: str) -> No
         (20, "false", 20),
         (1200, "true", 2048),
         (1 << 20, "true", 1 << 20),
-    ],
-)
-def test_a_scale_ends_with_a_round_number(page: Browser, value: float, are_bytes: str, top: float) -> None:
-    assert page.driver.execute_script(f"return scaleTop({value}, {are_bytes})") == pytest.approx(top)
+    ):
+        assert page.driver.execute_script(f"return scaleTop({value}, {are_bytes})") == pytest.approx(top)
 
 
 def test_names_are_text(page: Browser) -> None:
