@@ -8,7 +8,6 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -21,7 +20,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import until
 from sgl_kvfetch.codec import CodedSegment
 from sgl_kvfetch.codec.container.encryption import NO_KEYS
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import bytes_read
@@ -205,21 +204,6 @@ async def test_the_token_of_the_upstream(tmp_path: Path) -> None:
 
             await until(has_written)
             await store.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"upstream": "file:///kv"}, "is a directory of this machine"),
-        ({"upstream": "ftp://x"}, "is not supported"),
-        ({"upstream": "http://localhost:8700"}, "is this store itself"),
-        ({"upstream": "http://x", "upstream_index": "redis://x"}, "--index is for s3:// stores"),
-        ({"upstream_token_file": Path("x")}, "--upstream-token-file is for the store that --upstream names"),
-    ],
-)
-def test_upstreams_that_cannot_be(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ServerConfig(tmp_path, **options).open_upstream()
 
 
 @pytest.mark.slow

@@ -123,11 +123,3 @@ def test_turns_that_are_appended_break_nothing(tmp_path: Path) -> None:
     log = write(tmp_path / "log", [*lines, other])
     assert kvfetch_json("why", "--log", log) == []
     assert kvfetch("why", "--log", log).output == "7 requests; no prefix is broken\n"
-
-
-def test_a_log_without_whole_prompts_is_refused(tmp_path: Path) -> None:
-    """What SGLang has cut is none."""
-    lines = ["Receive: obj=GenerateReqInput(text='abc' ... 'xyz', input_ids=[1, 2] ... [8, 9])", '{"event": "started"}']
-    result = kvfetch("why", "--log", write(tmp_path / "log", lines))
-    assert result.exit_code == 2
-    assert "has no prompts: expected JSONL with messages, prompt, text or input_ids, or what SGLang" in result.stderr

@@ -98,13 +98,6 @@ def test_a_directory(stored: Stored) -> None:
     assert using(LocalStore(stored.root), names) == set()
 
 
-def test_a_limit_without_a_unit_deletes_nothing(stored: Stored) -> None:
-    with unchanged(stored.root):
-        result = kvfetch("gc", stored.url, "--capacity", "60", "--yes")
-    assert result.exit_code == 2
-    assert "60 what? say 60GiB or 60B" in result.stderr
-
-
 def test_it_shows_what_it_would_delete_and_asks(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("gc", stored.url, "--capacity", "1B", "--grace", "0")
     with unchanged(stored.root):

@@ -1,19 +1,38 @@
-"""What each command refuses: in one line, which says what was expected."""
+"""What each command refuses, and what it says of a first mistake on real stores over real sockets: in one line, which
+names what was wrong, and what would be right or what to type."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+import trustme
 
-from tests.tools.conftest import Stored, kvfetch
+from harness.s3_server import BUCKET, running_s3_server
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
+from sgl_kvfetch.user_files import TOKEN_ENV
+from tests.tools.conftest import Stored, kvfetch, unchanged
 from tests.tools.test_estimate import SMOLLM
 
 NOBODY = "http://127.0.0.1:1"
 COMPARE, BENCH, WHY = (f"{command} --server {NOBODY}" for command in ("compare", "bench", "why ."))
 ESTIMATE, SERVE = "estimate --link 1Gbps --prefill-tps 1000", "serve new --port 0"
 GC, S3 = "gc . --capacity 1GiB", "s3://bucket"
+UNKNOWN, READ, ADMIN = "9d7a", "3c1f", "e05d"  # tokens
+ROLES = f"# role token\nread {READ}\nadmin {ADMIN}\n"
+CUT = "Receive: obj=GenerateReqInput(text='abc' ... 'xyz', input_ids=[1, 2] ... [8, 9])\n{\"event\": \"started\"}\n"
+KEYS_OF_S3 = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
 
 REFUSED = [
     (f"{COMPARE} --lengths x", "--lengths 'x': expected numbers of tokens"),
@@ -31,6 +50,8 @@ REFUSED = [
     (f"{ESTIMATE} --model empty", "num_hidden_layers is None; expected a number"),
     (f"{ESTIMATE} --model broken", "is not a model's config.json"),
     (f"{ESTIMATE} --model .", "expected a config.json, or a folder with one"),
+    (f"{ESTIMATE} --model no-such-file", "cannot be read"),
+    ("calibrate --model m --out profile --text no-such-file", "No such file"),
     ("estimate --prefill-tps 1000 --model model --link 10", "expected a form such as 10Gbps"),
     (
         f"{ESTIMATE} --model Qwen/Qwen3-8B",
@@ -39,6 +60,7 @@ REFUSED = [
     (f"gc {NOBODY} --capacity 1GiB", "kvfetch serve --capacity"),
     ("gc /no/such/directory --capacity 1GiB", "is not a directory"),
     (f"gc {S3} --capacity 10G", "invalid size"),
+    ("gc . --capacity 60 --yes", "60 what? say 60GiB or 60B"),
     (f"{GC} --index redis://127.0.0.1:1", "has its own"),
     (f"gc {S3} --capacity 1GiB --index {NOBODY}", "the index's URL"),
     (f"reindex {NOBODY} --index redis://127.0.0.1:1", "is not an s3:// store"),
@@ -47,6 +69,7 @@ REFUSED = [
     ("pin . --prompt 'a text' --page-size 1", "texts need --model"),
     ("pin . --prompt '[1, 2]' --page-size 16", "2 tokens, which are 0 pages"),
     ("pin . --prompt '[1]' --file x --page-size 1", "either --prompt or --file"),
+    ("pin . --file no-such-file --page-size 1", "cannot be read"),
     ("pin . --index redis://127.0.0.1:1", "has its own"),
     ("pin 127.0.0.1:8700", "type http://127.0.0.1:8700"),
     ("pin . --remove nonsense", "not the name of a pin"),
@@ -55,7 +78,8 @@ REFUSED = [
     ("why --prompt '[1]'", "give either STORE"),
     ("why . --log no.log", "give either STORE and what to look for, or --log"),
     ("why --log no.log --prompt '[1]'", "or --log, which takes --model alone"),
-    ("why --log no.log", "--log no.log cannot be read: No such file or directory"),
+    ("why --log no-such-file", "--log no-such-file cannot be read: No such file or directory"),
+    ("why --log cut.log", "has no prompts: expected JSONL with messages, prompt, text or input_ids, or what SGLang"),
     ("why . --server cache:30000 --prompt '[1]'", "type http://cache:30000"),
     (f"{WHY} --prompt '[1]'", "no SGLang server answers there: start it, or correct the host and port"),
     ("profile list . x", "kvfetch profile list expects nothing after the store"),
@@ -73,11 +97,16 @@ REFUSED = [
     (f"{SERVE} --host 192.0.2.1 --insecure", "this machine has no such address; --host takes one that it has"),
     (f"{SERVE} --host nosuch.invalid --insecure", "--host takes an address of this machine"),
     ("serve pyproject.toml/store", "cannot make"),
-    ("why .", "expected --prompt or --file"),
+    (f"{SERVE} --token-file a-folder", "cannot be read: Is a directory"),
+    (f"{SERVE} --tls-cert no-such-file --tls-key key", "cannot read the certificates in"),
+    (f"{SERVE} --upstream file:///kv", "is a directory of this machine"),
+    (f"{SERVE} --upstream ftp://x", "is not supported"),
+    ("serve new --upstream http://localhost:8700", "is this store itself"),
+    (f"{SERVE} --upstream http://x --index redis://x", "--index is for s3:// stores"),
+    (f"{SERVE} --upstream-token-file x", "--upstream-token-file is for the store that --upstream names"),
     ("why . --request x", "--request needs --server"),
     (f"why . --request x --prompt '[1]' --server {NOBODY}", "--request needs --server"),
     ("why . --prompt 'a text'", "texts need --model"),
-    (f"why . --prompt '[1]' --server {NOBODY}", "no SGLang server answers there"),
     *(
         (f"{command} {target}", said)
         for command in ("inspect", "verify")
@@ -90,23 +119,206 @@ REFUSED = [
             ("[::1]:8700", "type http://[::1]:8700"),
             ("pyproject.toml", "pyproject.toml is not a directory"),
             (".#ffff", "nothing is stored"),
-            (". --key-file missing", "cannot be read"),
+            (". --key-file no-such-file", "cannot be read"),
         )
     ),
+    ("inspect . --token-file no-such-file", "cannot be read"),
+]
+
+# With what is not said, and what the environment has. Names in braces are addresses: of stores without TLS and tokens,
+# with TLS, and with tokens, of another program, of one that closes each connection, and of an S3 server.
+MET = [
+    ("inspect https://{plain}", "{plain} does not speak TLS: write its URL with http://", "kvfetch serve", {}),
+    ("inspect http://{tls}", "it speaks TLS: type https://{tls}\n", "", {}),
+    ("verify http://{tls}", "it speaks TLS: type https://{tls}\n", "", {}),
+    ("inspect http://{closes}", "the connection broke", "TLS", {}),
+    (
+        "inspect https://{tls}",
+        "no CA that this machine knows has signed the certificate of 127.0.0.1 ... SSL_CERT_FILE",
+        "kvfetch serve",
+        {},
+    ),
+    (
+        "inspect https://{elsewhere}",
+        "the certificate of localhost: ... not valid for 'localhost'",
+        "SSL_CERT_FILE",
+        {"SSL_CERT_FILE": "{ca}"},
+    ),
+    (
+        "inspect http://{tokens}",
+        "the store wants a token and got none ... "
+        "give the store's token: --token-file FILE, or KVFETCH_TOKEN in the environment",
+        "",
+        {},
+    ),
+    (
+        "inspect http://{tokens} --token-file unknown",
+        "the store does not know this token ... "
+        "the token came from --token-file unknown: give another one with --token-file FILE",
+        "got none",
+        {},
+    ),
+    ("inspect http://{tokens}", f"the token came from {TOKEN_ENV} in the environment", "", {TOKEN_ENV: UNKNOWN}),
+    (
+        "pin http://{tokens} --prompt [1] --page-size 1",
+        f"this needs a token with the role admin ... the token came from {TOKEN_ENV} in the environment: give another",
+        "",
+        {TOKEN_ENV: READ},
+    ),
+    ("inspect http://{tokens} --token-file roles", "roles has more than one word ... lines ROLE TOKEN", "", {}),
+    ("inspect http://{tokens} --token-file role", "role has more than one word ... lines ROLE TOKEN", "", {}),
+    *(
+        (f"{command} http://{url}", "no kvfetch store has this address; a store's URL is the one that kvfetch", "", {})
+        for command in ("inspect", "verify", "clear")
+        for url in ("{other}", "{plain}/v1")
+    ),
+    ("why . --prompt [1] --server http://{plain}", "--server http://{plain} is no SGLang server: ... 30000", "", {}),
+    ("why . --prompt [1] --server https://{plain}", "does not speak TLS", "", {}),
+    (
+        "serve new --port {port}",
+        "Address already in use: another program listens there, perhaps a store; --port",
+        "",
+        {},
+    ),
+    (
+        f"inspect s3://{BUCKET}",
+        "no credentials were given ... set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+        "token",
+        {"AWS_METADATA_ENDPOINT": NOBODY, "AWS_ENDPOINT_URL": "http://{s3}"},
+    ),
+    (f"inspect s3://{BUCKET}", "AWS_ENDPOINT_URL", "kvfetch serve", KEYS_OF_S3 | {"AWS_ENDPOINT_URL": NOBODY}),
+    (f"inspect s3://{BUCKET}", "SSL_CERT_FILE", "", KEYS_OF_S3 | {"AWS_ENDPOINT_URL": "https://{tls}"}),
+    (f"inspect s3://{BUCKET}", "does not speak TLS", "", KEYS_OF_S3 | {"AWS_ENDPOINT_URL": "https://{plain}"}),
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_what_makes_no_sense_is_refused_in_one_line(
-    line: str, said: str, stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (stored.root / "pyproject.toml").touch()
+@pytest.fixture
+def folder(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: a store, with files that commands are given."""
+    files = {"pyproject.toml": "", "unknown": UNKNOWN, "roles": ROLES, "role": ROLES.splitlines()[-1], "cut.log": CUT}
+    for name, content in files.items():
+        (stored.root / name).write_text(content)
     for name, content in {"model": json.dumps(SMOLLM), "empty": "{}", "broken": "["}.items():
         (stored.root / name).mkdir()
         (stored.root / name / "config.json").write_text(content)
+    (stored.root / "a-folder").mkdir()
     monkeypatch.chdir(stored.root)
-    result = kvfetch(*shlex.split(line))
-    assert (result.exit_code, result.stdout) == (2, "")
+    return stored.root
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What stands in the places of names in braces in `MET`."""
+    folder = tmp_path_factory.mktemp("stores")
+    ca, pem, roles = (folder / name for name in ("ca.pem", "server.pem", "roles"))
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    authority.cert_pem.write_to_path(ca)
+    server = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
+    server.private_key_and_cert_chain_pem.write_to_path(pem)
+    roles.write_text(ROLES)
+    for secret in (pem, roles):
+        secret.chmod(0o600)
+    tls = ("--tls-cert", str(pem), "--tls-key", str(pem))
+    with (
+        StoreProcess(folder / "plain") as plain,
+        StoreProcess(folder / "tls", extra_args=tls, ca_file=ca) as over_tls,
+        StoreProcess(folder / "tokens", extra_args=("--token-file", str(roles))) as with_tokens,
+        ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer) as other,
+        answering_server(b"") as (closes, _),
+        running_s3_server() as s3,
+    ):
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        ports = {"plain": plain.port, "tls": over_tls.port, "tokens": with_tokens.port, "other": other.server_port}
+        ports |= {"closes": closes, "s3": s3.port}
+        found = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        yield found | {"elsewhere": f"localhost:{over_tls.port}", "port": str(plain.port), "ca": str(ca)}
+        other.shutdown()
+
+
+class _OtherServer(BaseHTTPRequestHandler):
+    """Answers 501, and logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def answering_server(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the port of a server that reads a request, answers this, and closes; and the requests."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            with suppress(OSError):  # it is shut down
+                while True:
+                    connection, _ = listening.accept()
+                    if answer:
+                        asked.append(connection.recv(65536))
+                        connection.sendall(answer)
+                    connection.close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listening.getsockname()[1], asked
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def refusal(folder: Path, line: str) -> str:
+    """Run a command that fails, in one line, and changes nothing. Return that line."""
+    with nullcontext() if line.startswith("serve") else unchanged(folder):  # it makes its directory
+        result = kvfetch(*shlex.split(line))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("kvfetch: ")
     assert result.stderr.count("\n") == 1, result.stderr
-    assert said in result.stderr
+    assert not any(secret in result.stderr for secret in (UNKNOWN, READ, ADMIN))
+    for name in ("no-such-file", "a-folder"):
+        assert result.stderr.count(name) == (name in line)
+        assert name not in line or "Errno" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_what_makes_no_sense_is_refused_in_one_line(line: str, said: str, folder: Path) -> None:
+    assert said in refusal(folder, line)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("line", "said", "unsaid", "environment"), MET, ids=[f"{row[0]} {row[1]}" for row in MET])
+def test_what_a_command_meets_is_told_with_what_to_type(
+    line: str,
+    said: str,
+    unsaid: str,
+    environment: dict[str, str],
+    folder: Path,
+    addresses: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*KEYS_OF_S3, "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(**addresses))
+    found = refusal(folder, line.format(**addresses))
+    assert all(part in found for part in said.format(**addresses).split(" ... ")), found
+    assert not unsaid or unsaid not in found
+
+
+@pytest.mark.process
+def test_a_token_with_a_comment_is_taken(folder: Path, addresses: dict[str, str]) -> None:
+    (folder / "token").write_text(f"# of the store\n{ADMIN}\n")
+    assert kvfetch("inspect", f"http://{addresses['tokens']}", "--token-file", "token").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_model_that_nobody_has_is_asked_for_once(tmp_path: Path) -> None:
+    """Not for each file, six times, which took a minute."""
+    refused = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with answering_server(refused) as (port, asked):
+        at_hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        at_hub |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")  # which it reads when it is imported
+        pin = ("pin", str(tmp_path), "--prompt", "a text", "--page-size", "1", "--model", "nosuch/model")
+        command = [sys.executable, "-m", "sgl_kvfetch.tools", *pin]
+        done = subprocess.run(command, env=os.environ | at_hub, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("kvfetch: ")]
+    assert line.startswith("kvfetch: no tokenizer of 'nosuch/model': it is no folder on this machine")
+    assert "give the model's folder, or tokens" in line
+    assert sum(b"nosuch/model" in request for request in asked) == 1

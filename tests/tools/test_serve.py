@@ -74,13 +74,6 @@ def test_serve_makes_its_directory_and_stops_on_sigterm(tmp_path: Path) -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        result = kvfetch("serve", str(tmp_path / "store"), "--port", str(other.getsockname()[1]))
-    assert result.exit_code == 2
-    assert "Address already in use: another program listens there, perhaps a store; --port takes" in result.stderr
-
-
 @pytest.mark.process
 def test_lines_of_the_log_have_our_name_once(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
