@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from harness.children import start_child
@@ -60,9 +59,7 @@ class StoreProcess:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if not isinstance(error, KeyboardInterrupt):  # then all children were killed
                 self.require_running()
@@ -133,17 +130,18 @@ class StoreProcess:
         self._process.wait()
         self._process = None
 
-    def stop(self) -> None:
-        """Stop the store gracefully, or kill it if that takes too long. Do nothing if it is not running."""
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int | None:
+        """Stop the store gracefully by a signal, or kill it if that takes too long. Return its exit code, or None if it
+        was not running."""
         if self._process is None:
-            return
+            return None
         process, self._process = self._process, None
-        process.terminate()
+        process.send_signal(number)
         try:
-            process.wait(_EXIT_S)
+            return process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            return process.wait()
 
     def require_running(self) -> None:
         """Raise RuntimeError, with its log, if the started process has ended by itself."""

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from harness.store_process import StoreProcess
 from sgl_kvfetch.codec import Device
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps
@@ -155,19 +156,9 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     assert found["SGLang's seams"].found == "a.b moved (and 1 more)"
     assert found["plugin registered"].status == "no"
     assert found["C++ compiler"].found == "g++ and ninja not found on PATH"
-
-    def broken() -> list[str]:
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    monkeypatch.setattr(seams, "check_seams", broken)
-    found = by_name(doctor.check_sglang())
-    assert found["SGLang's seams"].status == "no"
-    assert "nms" in found["SGLang's seams"].found
-
-
-def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
-    monkeypatch.setattr(seams, "check_seams", lambda: [])
+    monkeypatch.setattr(seams, "check_seams", Mock(side_effect=RuntimeError("operator torchvision::nms is missing")))
+    seam = by_name(doctor.check_sglang())["SGLang's seams"]
+    assert (seam.status, "nms" in seam.found) == ("no", True)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert by_name(doctor.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
@@ -179,11 +170,8 @@ def test_a_codec_that_lies_and_one_that_fails(monkeypatch: pytest.MonkeyPatch) -
     def wrong(bitstream: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
         return torch.zeros((shape[0], 3, *shape[1:]), dtype=torch.uint8)
 
-    def fails(bitstream: bytes, shape: tuple[int, int, int]) -> torch.Tensor:
-        raise CorruptError("no")
-
     monkeypatch.setattr(CODECS["zstd"], "decode", wrong)
-    monkeypatch.setattr(CODECS["hevc"], "decode", fails)
+    monkeypatch.setattr(CODECS["hevc"], "decode", Mock(side_effect=CorruptError("no")))
     found = by_name(doctor.check_codecs())
     assert found["codec zstd"].status == found["codec hevc"].status == "no"
     assert found["codec deflate"].status == found["codec hevc420"].status == "yes"
@@ -199,28 +187,22 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_servers_restore_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "why_no_batches", lambda device: "")
-    monkeypatch.setattr(ans, "try_gpu_ans", lambda device: (True, "ans is decoded on the GPU"))
-    for module in (klt_choice, restore_exact):
-        monkeypatch.setattr(module, "fault_on_gpu", lambda device: "")
-    found = by_name(doctor._check_restoring(torch.device("cuda", 0)))
-    assert {check.status for check in found.values()} == {"yes"}
-    assert found["restore_klt"].found == found["restore_exact"].found == "gives the CPU's values"
+    """What a GPU leaves to the CPU, each on its own, by the trials that a server makes at its start."""
 
-
-def test_what_a_gpu_leaves_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its own, by the trials that a server makes at its start."""
-
-    def broken(device: torch.device) -> str:
-        raise RuntimeError("PassManager::run failed")
-
-    monkeypatch.setattr(Device, "why_no_batches", lambda device: "a trial of cuMemcpyBatchAsync copied other bytes")
-    monkeypatch.setattr(ans, "try_gpu_ans", lambda device: (False, "ans is decoded on the CPU: other integers"))
-    faults = {broken: "RuntimeError: PassManager::run failed", lambda device: "1.0% differ": "1.0% differ"}
-    for fault_on_gpu, fault in faults.items():
+    def restoring(batches: str, of_ans: tuple[bool, str], fault_on_gpu: Mock) -> dict[str, Check]:
+        monkeypatch.setattr(Device, "why_no_batches", lambda device: batches)
+        monkeypatch.setattr(ans, "try_gpu_ans", lambda device: of_ans)
         for module in (klt_choice, restore_exact):
             monkeypatch.setattr(module, "fault_on_gpu", fault_on_gpu)
-        found = by_name(doctor._check_restoring(torch.device("cuda", 0)))
+        return by_name(doctor._check_restoring(torch.device("cuda", 0)))
+
+    found = restoring("", (True, "ans is decoded on the GPU"), Mock(return_value=""))
+    assert {check.status for check in found.values()} == {"yes"}
+    assert found["restore_klt"].found == found["restore_exact"].found == "gives the CPU's values"
+    broken = Mock(side_effect=RuntimeError("PassManager::run failed"))
+    faults = ((broken, "RuntimeError: PassManager::run failed"), (Mock(return_value="1.0% differ"), "1.0% differ"))
+    for fault_on_gpu, fault in faults:
+        found = restoring("a trial copied other bytes", (False, "decoded on the CPU: other integers"), fault_on_gpu)
         assert {name: check.status for name, check in found.items()} == dict.fromkeys(found, "warn")
         for name in ("klt", "exact"):
             assert found[f"restore_{name}"].found == f"{name} is restored on the CPU: {fault}"
@@ -270,10 +252,7 @@ def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("libnvcuvid.so.1: cannot open shared object file")))
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
     found = by_name(doctor._check_nvdec())
     assert found["NVDEC"].status == found["PyNvVideoCodec"].status == "warn"
@@ -317,11 +296,11 @@ def test_a_store_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("healthy")
 def test_a_served_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.tools.test_serve import serving
-
-    with serving(tmp_path, token="secret") as (url, _):
-        args = ("doctor", "--json", url)
-        found = {check["name"]: check for check in kvfetch_json("doctor", url, exit_code=1)}
+    token = tmp_path / "token"
+    token.write_text("secret")
+    with StoreProcess(tmp_path / "store", extra_args=("--token-file", str(token))) as store:
+        args = ("doctor", "--json", store.url)
+        found = {check["name"]: check for check in kvfetch_json("doctor", store.url, exit_code=1)}
         assert found["store reachable"]["status"] == "yes"
         assert found["store authorised"]["status"] == "no"
         assert "token" in found["store authorised"]["advice"]

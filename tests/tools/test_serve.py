@@ -1,92 +1,40 @@
 """The server as a process, and the other commands against it."""
 
-import json
-import os
+from __future__ import annotations
+
 import re
 import signal
 import socket
-import subprocess
+import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from harness.waiting import WAIT_S
+from harness.store_process import StoreProcess
 from sgl_kvfetch import __version__
 from sgl_kvfetch.user_files import TOKEN_ENV
-from tests.tools.conftest import Stored, kvfetch
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d"
-LISTENING = re.compile(rf"{TIME} INFO kvfetch: serving (?P<root>.+), and its web UI, on (?P<url>http://\S+)\n")
-
-
-@contextmanager
-def serving(root: Path, *args: str, token: str | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    environment = {key: value for key, value in os.environ.items() if key != TOKEN_ENV}
-    if token is not None:
-        environment[TOKEN_ENV] = token
-    command = [sys.executable, "-m", "sgl_kvfetch.tools", "serve", str(root), "--port", "0", *args]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        line = process.stderr.readline()
-        match = LISTENING.fullmatch(line)
-        assert match, line + process.stderr.read()
-        assert match["root"] == str(root)
-        yield match["url"], process
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+LISTENING = rf"{TIME} INFO kvfetch: serving (?P<root>.+), and its web UI, on (?P<url>http://\S+)"
 
 
 @pytest.mark.process
-def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> None:
+def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
-    in_directory = json.loads(kvfetch("inspect", stored.url, "--json").stdout)
-    with serving(stored.root, "--capacity", "1GiB", token="secret") as (url, process):
+    token = ("--token-file", str(token_file))
+    in_directory = kvfetch_json("inspect", stored.url)
+    with StoreProcess(stored.root, extra_args=token) as store:
         for command in ("inspect", "verify"):
-            refused = kvfetch(command, url)
+            refused = kvfetch(command, store.url)
             assert refused.exit_code == 2
             assert "401" in refused.stderr
-            assert kvfetch(command, url, "--token-file", str(token_file)).exit_code == 0
-        over_http = json.loads(kvfetch("inspect", url, "--token-file", str(token_file), "--json").stdout)
-        assert over_http == in_directory
+            assert kvfetch(command, store.url, *token).exit_code == 0
+        assert kvfetch_json("inspect", store.url, *token) == in_directory
         stored.data_path(0).write_bytes(bytes(stored.data_path(0).stat().st_size))
-        assert kvfetch("verify", url, "--token-file", str(token_file)).exit_code == 1
-
-        process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_S) == 0
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
-
-
-@pytest.mark.process
-def test_serve_makes_its_directory_and_stops_on_sigterm(tmp_path: Path) -> None:
-    root = tmp_path / "new" / "store"
-    with serving(root) as (url, process):
-        assert root.is_dir()
-        assert "no segments" in kvfetch("inspect", url).stdout
-        process.terminate()
-        assert process.wait(WAIT_S) == 0
-
-
-@pytest.mark.process
-def test_lines_of_the_log_have_our_name_once(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("secret\n")
-    tokens.chmod(0o644)  # which is warned of, as in SGLang's servers
-    command = [sys.executable, "-m", "sgl_kvfetch.tools", "serve", str(tmp_path / "store"), "--port", "0"]
-    with subprocess.Popen([*command, "--token-file", str(tokens)], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        warned, listens = process.stderr.readline(), process.stderr.readline()
-        process.terminate()
-    assert "kvfetch: all users of this machine may read the secret in" in warned
-    assert re.match(f"{TIME} WARNING kvfetch: ", warned)
-    assert LISTENING.fullmatch(listens)
+        assert kvfetch("verify", store.url, *token).exit_code == 1
 
 
 @pytest.mark.process
@@ -99,23 +47,33 @@ def test_lines_of_the_log_have_our_name_once(tmp_path: Path) -> None:
         (("--token-file", "{file}"), "2GiB", "2 GiB", "with tokens of {file}"),
     ],
 )
-def test_serve_says_how_it_serves(
-    tmp_path: Path, args: tuple[str, ...], capacity: str, shown: str, access: str
+def test_serve_says_how_it_serves_and_stops_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], capacity: str, shown: str, access: str
 ) -> None:
-    """It warns of a capacity that the disk does not have."""
-    file = tmp_path / "tokens"
+    """It makes its directory, for its user alone, and warns of a capacity that the disk does not have, and of a token
+    that others may read."""
+    root, file = tmp_path / "new" / "store", tmp_path / "tokens"
     file.write_text("secret\n")
-    file.chmod(0o600)
+    file.chmod(0o644)
+    if access == "with one token":
+        monkeypatch.setenv(TOKEN_ENV, "secret")
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
     given = [arg.format(file=file) for arg in args]
-    token = "secret" if access == "with one token" else None
-    with serving(tmp_path / "store", "--capacity", capacity, *given, token=token) as (_, process):
-        process.terminate()
-        assert process.stderr is not None
-        line, *rest = process.stderr.read().splitlines()
-    assert f"version {__version__}; capacity: {shown}, on a disk of " in line
-    assert line.endswith(f"free; access: {access.format(file=file)}")
-    assert "secret" not in line
-    assert any("more than the disk's" in each for each in rest) == (capacity == "1000000TiB")
+    with StoreProcess(root, extra_args=("--capacity", capacity, *given)) as store:
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        assert "no segments" in kvfetch("inspect", store.url, "--token-file", str(file)).stdout
+        assert store.stop(signal.SIGINT if args else signal.SIGTERM) == 0
+        log = store.log()
+    *warned, listening, how, _ = (line for line in log.splitlines() if "more than the disk's" not in line)
+    found = re.fullmatch(LISTENING, listening)
+    assert found, log
+    assert (found["root"], found["url"].rpartition(":")[2]) == (str(root), str(store.port))
+    assert f"version {__version__}; capacity: {shown}, on a disk of " in how
+    assert how.endswith(f"free; access: {access.format(file=file)}")
+    assert ("more than the disk's" in log) == (capacity == "1000000TiB")
+    assert len(warned) == ("{file}" in args)
+    assert all(re.match(f"{TIME} WARNING kvfetch: all users of this machine may read", line) for line in warned)
+    assert "secret" not in how
 
 
 def test_a_server_leaves_its_process_as_it_was(tmp_path: Path) -> None:
