@@ -69,17 +69,20 @@ def test_what_this_process_has_taken() -> None:
 
 
 # What Python does at its end, in this order, and what it must not get to where obstore's threads may still run.
-_ENDS = """
-import atexit, sys, threading
-from concurrent.futures import ThreadPoolExecutor
-from sgl_kvfetch.processes import run_and_end
-if sys.argv[1] == "obstore":
-    import obstore
+_LAST = """
+import sys
 class Last:
     def __del__(self, write=sys.stdout.write, flush=sys.stdout.flush):
         write("taken apart\\n")
         flush()
 sys.last = Last()
+"""
+_ENDS = f"""{_LAST}
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+from sgl_kvfetch.processes import run_and_end
+if sys.argv[1] == "obstore":
+    import obstore
 atexit.register(print, "atexit")
 go = threading.Event()
 def main():
@@ -114,6 +117,15 @@ def test_a_process_that_has_used_obstore_ends_as_python_would_but_takes_nothing_
         returned = ["returned"] if used == "nothing" and not end else []
         taken_apart = ["taken apart"] if used == "nothing" else []
         assert done.stdout.split("\n")[:-1] == ["main", *returned, "thread", "atexit", *taken_apart]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("args", "code"), [(["--version"], 0), (["inspect", "nowhere"], 2)])
+def test_commands_end_so(args: list[str], code: int) -> None:
+    """Or one in five that has used S3 would abort."""
+    script = f"{_LAST}\nimport obstore\nfrom sgl_kvfetch.tools import main\nsys.argv[1:] = {args}\nmain()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "taken apart" in done.stdout) == (code, False), done.stderr
 
 
 @pytest.mark.process
