@@ -52,12 +52,17 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def put(root: Path, segment: CodedSegment) -> None:
-    for name, content in (
-        (segment.data_name, segment.data),
-        (segment.manifest.key.manifest_name, segment.manifest.encode()),
-    ):
+    """Write a segment's files, whatever they hold."""
+    for name, content in (*segment.data_objects(), (segment.manifest.key.manifest_name, segment.manifest.encode())):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
+
+
+def flip(path: Path, place: int) -> None:
+    """Change a bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x10
+    path.write_bytes(content)
 
 
 @pytest.fixture(scope="session")

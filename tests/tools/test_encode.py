@@ -11,7 +11,7 @@ import pytest
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from tests.tools.conftest import Stored, kvfetch, kvfetch_json
+from tests.tools.conftest import Stored, flip, kvfetch, kvfetch_json
 
 
 def variants(stored: Stored, index: int) -> list[tuple[str, str]]:
@@ -65,12 +65,16 @@ def test_one_namespace_alone(stored: Stored) -> None:
 
 
 def test_a_segment_that_cannot_be_encoded_is_the_exit_code(stored: Stored) -> None:
-    path = stored.data_path(1)
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    result = kvfetch("encode", stored.url, "--grace", "0")
+    """It stays as it is, and others are encoded."""
+    flip(stored.data_path(1), 0)
+    result = kvfetch("encode", stored.url, "--grace", "0", "--codec", "deflate")
     assert result.exit_code == 1
     assert f"FAILED {stored.segments[1].manifest.key.manifest_name}: " in result.stdout
-    assert "1 failed" in result.stdout
+    assert "checksum" in result.stdout
+    assert "2 segments encoded, 0 already done, 1 failed" in result.stdout
+    assert stored.manifest_path(1).read_bytes() == stored.segments[1].manifest.encode()
+    assert stored.data_path(1).exists()
+    assert variants(stored, 0) == [("deflate", "240p")]
 
 
 @pytest.mark.process

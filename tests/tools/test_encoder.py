@@ -307,21 +307,6 @@ async def test_a_segment_replaced_by_another_process_is_left_alone(local: Meddle
     await require_nothing_loose(local, await manifest_of(local, segment))
 
 
-async def test_a_corrupt_segment_is_reported_and_left_unchanged(local: Meddler) -> None:
-    good, bad = segments(2)
-    for segment in (good, bad):
-        await commit_segment(local, segment)
-    path = local.root / bad.data_name
-    path.write_bytes(bytes([bad.data[0] ^ 1]) + bad.data[1:])
-    tally = (await encode(local)).tally
-    assert tally.num_encoded == 1
-    assert list(tally.failures) == [bad.manifest.key.manifest_name]
-    assert "checksum" in tally.failures[bad.manifest.key.manifest_name]
-    assert await manifest_of(local, bad) == bad.manifest
-    assert path.exists()
-    await require_encoded(local, good)
-
-
 async def test_manifest_is_not_replaced_if_new_data_reads_back_wrong(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)

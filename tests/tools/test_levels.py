@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,25 +11,18 @@ from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.tools.encoder import make_targets, transcode, verify_variant
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import KLT, LEVELS, cells, segment
-from tests.tools.conftest import kvfetch, kvfetch_json
+from tests.tools.conftest import flip, kvfetch, kvfetch_json, put
 
 ZSTD = make_targets(["zstd"], ["240p"])
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    put_levels(tmp_path, segment())
+    put(tmp_path, segment())
     return tmp_path
-
-
-def put_levels(root: Path, stored: CodedSegment) -> None:
-    for name, content in (*stored.data_objects(), (stored.manifest.key.manifest_name, stored.manifest.encode())):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
 
 
 def test_inspect_shows_levels(root: Path) -> None:
@@ -51,9 +43,7 @@ def test_inspect_shows_levels(root: Path) -> None:
 def test_verify_reads_all_levels(root: Path, level: int) -> None:
     assert kvfetch("verify", str(root)).exit_code == 0
     names = [segment().data_name, *map(segment().manifest.data_name, segment().manifest.levels)]
-    path = root / names[level]
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(root / names[level], -1)
     assert kvfetch("verify", str(root)).exit_code == 1
 
 
@@ -87,7 +77,7 @@ def test_encode_adds_video_beside_encrypted_levels(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("00" * 32)
     root, stored = tmp_path / "store", secure_segment(segment(), StoreKeys(bytes(32)))
-    put_levels(root, stored)
+    put(root, stored)
     options = "--codec", "ans,hevc", "--resolutions", "240p", "--key-file", str(keys)
     result = kvfetch("encode", str(root), *options, "--grace", "0")
     assert result.exit_code == 0, result.output
@@ -108,10 +98,3 @@ def test_nothing_is_made_of_a_segment_that_has_lost_levels(root: Path) -> None:
     assert path.read_bytes() == lost.encode()
     with pytest.raises(FormatError, match="lost 1 levels"):
         transcode(lost, segment().data, ZSTD, levels=segment().level_data[:1])
-
-
-def test_a_variant_is_verified_with_its_levels() -> None:
-    verify_variant(segment().manifest, 0, segment().data, levels=segment().level_data)
-    bad = replace(segment(), level_data=(*segment().level_data[:-1], segment().level_data[-1] + b"x")).level_data
-    with pytest.raises(FormatError, match="bytes, expected"):
-        verify_variant(segment().manifest, 0, segment().data, levels=bad)

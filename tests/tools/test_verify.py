@@ -19,13 +19,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier, _lines
 from tests.segments import as_newer, make_segment, using, with_side
-from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json, put, unchanged
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 0x10
-    path.write_bytes(content)
+from tests.tools.conftest import KEYS, Stored, flip, kvfetch, kvfetch_json, put, unchanged
 
 
 def verify_json(target: str, exit_code: int, *args: str) -> Any:
@@ -81,7 +75,6 @@ def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monke
     put(tmp_path, segment)
     (side,) = segment.manifest.sides
     path = tmp_path / segment.manifest.data_name(side)
-    path.write_bytes(segment.side_data[0])
     reads, get = [], LocalStore.get
 
     async def counted(store: LocalStore, name: str, start: int = 0, length: int | None = None) -> bytes | None:
