@@ -13,6 +13,7 @@ from tests.segments import names, put_all, using, with_labels
 from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
 
 CHAIN = page_hashes(4)
+A, B = (head_slice(model).folder for model in "ab")
 
 
 @pytest.fixture
@@ -26,37 +27,31 @@ def folders(root: Path) -> set[str]:
     return {name.partition("/")[0] for name in using(LocalStore(root), names)}
 
 
-def test_everything(store: Path) -> None:
-    result = kvfetch("clear", str(store), "--yes")
+@pytest.mark.parametrize(
+    ("part", "options", "said", "left"),
+    [
+        ("", ("--yes",), "2 segments, ... 4 objects deleted", set()),
+        (f"#{A}", ("--yes",), "1 segments, ... 2 objects deleted", {B}),
+        ("", ("--model", "a", "--yes"), "1 segments, ... 2 objects deleted", {B}),
+        ("", ("--dry-run",), "2 segments, ", {A, B}),
+    ],
+)
+def test_what_goes_and_what_stays(store: Path, part: str, options: tuple[str, ...], said: str, left: set[str]) -> None:
+    result = kvfetch("clear", f"{store}{part}", *options)
     assert result.exit_code == 0, result.output
-    assert "2 segments, " in result.output
-    assert "4 objects deleted" in result.output
-    assert folders(store) == set()
+    assert all(words in result.output for words in said.split(" ... "))
+    assert folders(store) == left
 
 
-def test_a_part(store: Path) -> None:
-    folder = head_slice("a").folder
-    assert "1 segments, " in kvfetch("clear", f"{store}#{folder}", "--yes").output
-    assert folders(store) == {head_slice("b").folder}
-
-
-def test_nothing_without_an_answer(store: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "exit_code", "said"),
+    [((), 2, "add --yes"), (("--model", "c", "--yes"), 1, "nothing is stored of --model c; stored: a, b")],
+)
+def test_nothing_goes(store: Path, options: tuple[str, ...], exit_code: int, said: str) -> None:
+    """Without an answer, or of a model that is not stored."""
     with unchanged(store):
-        result = kvfetch("clear", str(store))
-    assert result.exit_code == 2
-    assert "add --yes" in result.stderr
-
-
-def test_the_segments_of_a_model(store: Path) -> None:
-    result = kvfetch("clear", str(store), "--model", "a", "--yes")
-    assert result.exit_code == 0, result.output
-    assert "1 segments, " in result.output
-    assert "2 objects deleted" in result.output
-    assert folders(store) == {head_slice("b").folder}
-    with unchanged(store):
-        result = kvfetch("clear", str(store), "--model", "a", "--yes")
-    assert result.exit_code == 1
-    assert "nothing is stored of --model a; stored: b" in result.stderr
+        result = kvfetch("clear", str(store), *options)
+    assert (result.exit_code, said in result.stderr) == (exit_code, True)
 
 
 @pytest.mark.parametrize("name", ["org/llama", "llama", "/models/org/llama"])
@@ -77,25 +72,18 @@ def test_a_model_by_its_id(store: Path) -> None:
     for name in ("mine", "id:mine"):
         put_all(LocalStore(store), make_segment(CHAIN, 0, 4, model="id:mine"))
         assert kvfetch("clear", str(store), "--model", name, "--yes").exit_code == 0
-        assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
-
-
-def test_a_dry_run_deletes_nothing(store: Path) -> None:
-    result = kvfetch("clear", str(store), "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert "2 segments, " in result.output
-    assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
+        assert folders(store) == {A, B}
 
 
 @pytest.mark.parametrize("flags", [("--dry-run",), ("--yes",)])
 def test_data_without_a_manifest_is_no_segment(store: Path, flags: tuple[str, ...]) -> None:
     """A writer that crashed has left it."""
-    (manifest,) = (store / head_slice("a").folder).glob("*.kvm")
+    (manifest,) = (store / A).glob("*.kvm")
     manifest.unlink()
-    (data,) = (store / head_slice("a").folder).iterdir()
+    (data,) = (store / A).iterdir()
     planned = kvfetch_json("clear", str(store), "--dry-run")
     assert [planned[key] for key in ("num_segments", "num_orphans", "orphan_bytes")] == [1, 1, data.stat().st_size]
-    size, whole = data.stat().st_size, sum(path.stat().st_size for path in (store / head_slice("b").folder).iterdir())
+    size, whole = data.stat().st_size, sum(path.stat().st_size for path in (store / B).iterdir())
     output = kvfetch("clear", str(store), *flags).output
     assert (
         f"{store}: 1 segments, {format_size(whole)}; 1 data objects without a manifest, {format_size(size)}" in output
@@ -119,7 +107,7 @@ def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 pinned segments stay; --pinned deletes them, too" in result.output
     assert "2 objects deleted" in result.output
-    assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
+    assert folders(store) == {A, B}
 
     assert "4 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
     assert folders(store) == set()

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,42 +25,39 @@ from tests.tools.conftest import Stored, kvfetch
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang"}
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
+def test_sizes() -> None:
+    for text, num_bytes in (
         ("10GiB", 10 << 30),
         ("500MB", 500_000_000),
         ("1.5 kib", 1536),
         ("2TB", 2 * 10**12),
-        ("4096B", 4096),
         ("12B", 12),
+    ):
+        assert parse_size(text) == num_bytes
+    for num_bytes, text in ((0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 << 30, "10 GiB")):
+        assert format_size(num_bytes) == text
+    assert format_size(1 << 60) == "1.02e+03 PiB"
+
+
+def test_durations() -> None:
+    assert [parse_duration(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
+
+
+NO_SIZES = "", "10G", "GiB", "-1GiB", "1e9", "0", "0.1B", "10 gigabytes", "1GiB1", "9" * 400, "9" * 17 + "GiB"
+NO_DURATIONS = "", "30", "d", "-1d", "2 weeks", "1h30m"
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        *((parse_size, text, "size") for text in NO_SIZES),
+        *((parse_size, text, rf"{text} what\? say {text}GiB or {text}B") for text in ("60", "1.5", "4096")),
+        *((parse_duration, text, "duration") for text in NO_DURATIONS),
     ],
 )
-def test_sizes_are_parsed(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["60", "1.5", "4096 "])
-def test_a_bare_number_is_no_size(text: str) -> None:
-    number = text.strip()
-    with pytest.raises(ConfigError, match=rf"{number} what\? say {number}GiB or {number}B"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "10G", "GiB", "-1GiB", "1e9", "0", "0.1B", "10 gigabytes", "1GiB1", "9" * 400, "9" * 17 + "GiB"]
-)
-def test_sizes_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="size"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 << 30, "10 GiB"), (1 << 60, "1.02e+03 PiB")],
-)
-def test_sizes_are_printed_with_three_digits(num_bytes: int, text: str) -> None:
-    assert format_size(num_bytes) == text
+def test_what_means_nothing_is_refused(parse: Callable[[str], float], text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(text)
 
 
 def test_stored_text_cannot_drive_the_terminal() -> None:
@@ -82,12 +80,6 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatc
     monkeypatch.setenv(TOKEN_ENV, "from-environment")
     assert StoreAccess().secret == "from-environment"
     assert StoreAccess(token_file=file).secret == "from-file"
-
-
-def test_a_token_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    with pytest.raises(ConfigError, match="No such file"):
-        _ = StoreAccess(token_file=file).secret
     file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         _ = StoreAccess(token_file=file).secret
@@ -114,40 +106,36 @@ def test_an_unknown_command_is_refused() -> None:
     assert "verify" in result.stderr
 
 
-def require_light(*args: str) -> None:
-    """Run a command in a process of its own, and assert that it imports nothing heavy."""
+def require_light(*commands: list[str]) -> str:
+    """Run commands in a process of its own, and assert that they import nothing heavy. Return what they print."""
     code = (
-        f"import sys\nfrom sgl_kvfetch.tools import main\nsys.argv = {['kvfetch', *args]}\n"
-        "try: main()\nexcept SystemExit as e: assert not e.code, e\n"
-        f"print(sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "[]\n"), done.stderr
-
-
-@pytest.mark.process
-def test_help_is_light() -> None:
-    """One process shows the help of each command, and says what was imported when something heavy was."""
-    code = (
-        "import sys\nfrom sgl_kvfetch.tools.app import COMMANDS, app\n"
-        "for args in [], *([command] for command in COMMANDS):\n"
-        "    try: app([*args, '--help'])\n    except SystemExit as e: assert not e.code, e\n"
+        "import sys\nfrom sgl_kvfetch.tools.app import app\n"
+        f"for args in {commands}:\n"
+        "    try: app(args)\n    except SystemExit as e: assert not e.code, e\n"
         f"    if heavy := {HEAVY} & sys.modules.keys(): sys.exit(f'{{args}}: {{heavy}}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("Usage:") == len(COMMANDS) + 1
+    return done.stdout
+
+
+@pytest.mark.process
+def test_help_is_light() -> None:
+    said = require_light(["--help"], *([command, "--help"] for command in COMMANDS))
+    assert said.count("Usage:") == len(COMMANDS) + 1
 
 
 @pytest.mark.process
 def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
     with StoreProcess(stored.root) as store:
-        require_light("inspect", store.url)
-        require_light("inspect", f"{store.url}#{stored.segments[0].manifest.key.stem}")
-        require_light("pin", store.url, "--prompt", "[1, 2, 3, 4]", "--page-size", "4")
-        require_light("pin", store.url)
-        require_light("clear", store.url, "--yes")
-    require_light("gc", stored.url, "--capacity", "1MiB")
+        require_light(
+            ["inspect", store.url],
+            ["inspect", f"{store.url}#{stored.segments[0].manifest.key.stem}"],
+            ["pin", store.url, "--prompt", "[1, 2, 3, 4]", "--page-size", "4"],
+            ["pin", store.url],
+            ["clear", store.url, "--yes"],
+        )
+    require_light(["gc", stored.url, "--capacity", "1MiB"])
 
 
 @pytest.mark.process
@@ -159,16 +147,6 @@ def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
     assert "Traceback" not in done.stderr
     assert done.returncode != 0
-
-
-def test_durations_are_parsed() -> None:
-    assert [parse_duration(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
-
-
-@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "2 weeks", "1h30m"])
-def test_durations_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="duration"):
-        parse_duration(text)
 
 
 EVIL = "m\x1b]0;OWNED\x07\x1b[2J\x9b1m\u202e"
