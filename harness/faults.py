@@ -18,7 +18,6 @@ import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Self
 
 FaultKind = Literal[
@@ -99,9 +98,7 @@ class FaultyProxy:
         await self._listen()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
         if self._reserved is not None:
             self._reserved.close()

@@ -109,6 +109,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _IN_TURN = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
 _THREE_OF_FOUR = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 64}
+_DELTA = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 _LATENT = {
     "head_dim": 16,
     "num_key_value_heads": 4,
@@ -186,13 +195,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_next": {
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
+        **_DELTA,
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
         **_EXPERTS,
@@ -202,6 +205,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 them. Phi-3 has another rotation than there."""
 
 _PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "exaone4": {"sliding_window_pattern": "LLLG"},
     "gemma4_text": {"swa_num_key_value_heads": 2},
     "kimi_linear": {
@@ -393,111 +397,48 @@ def _save_random_image_text(
     return config
 
 
+_WITHOUT_PAD = {"pad_token_id": None}  # the embedding of such a token is zero
+_DEEPSEEK: dict[str, Any] = {
+    **_WITHOUT_PAD,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, "factor": 4.0},
+        **{"original_max_position_embeddings": 1024, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+
+
 def make_tiny_deepseek(directory: Path) -> Path:
     """Write a random model with DeepSeek V3's attention (MLA), without its mixture of experts; return the directory."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    rope = {"factor": 4.0, "original_max_position_embeddings": 1024, "mscale": 1.0, "mscale_all_dim": 1.0}
-    config = DeepseekV3Config(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, **rope},
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    config.update({"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"})  # SGLang reads them
-    return _save_random(DeepseekV3ForCausalLM, config, directory)
+    return make_tiny(directory, "deepseek_v3", _DEEPSEEK)
 
 
 def make_tiny_lfm2(directory: Path, layer_types: Sequence[str] = ("conv", "full_attention") * 2) -> Path:
     """Write a random model with LFM2's short convolutions beside attention; return the directory."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=len(layer_types),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=[*layer_types],
-        block_auto_adjust_ff_dim=False,
-        conv_L_cache=3,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    return _save_random(Lfm2ForCausalLM, config, directory)
+    layers = {"num_hidden_layers": len(layer_types), "layer_types": [*layer_types]}
+    return make_tiny(directory, "lfm2", {**layers, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3})
 
 
 def make_tiny_qwen3_5(directory: Path) -> Path:
     """Write a random model with Qwen3.5's gated delta rule beside attention; return the directory."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    config = Qwen3_5TextConfig(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        full_attention_interval=2,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    return _save_random(Qwen3_5ForCausalLM, config, directory)
+    return make_tiny(directory, "qwen3_5_text", _WITHOUT_PAD | _DELTA)
 
 
 def make_tiny_mellum(directory: Path, window: int) -> Path:
     """Write a random model whose layers attend to ``window`` tokens and to all tokens in turn; return the directory."""
-    from transformers import MellumConfig, MellumForCausalLM
-
-    config = MellumConfig(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        mlp_layer_types=["dense"] * 4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=window,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    return _save_random(MellumForCausalLM, config, directory)
+    windows = _IN_TURN | {"sliding_window": window, "mlp_layer_types": ["dense"] * 4, "head_dim": 32}
+    return make_tiny(directory, "mellum", {**_WITHOUT_PAD, **windows, "num_experts": 4, **_EXPERTS})
 
 
 def make_adapter(directory: Path, model: Path, seed: int) -> Path:

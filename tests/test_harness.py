@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -13,11 +12,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-import torch
 
-from harness.children import children_cpu_s, count_with_descendants, note_cpu_time
-from harness.engine import free_port, has_accelerator
-from harness.imported_sglang import ImportedSGLang, common_environment, data_planes_are_forked
+from harness.imported_sglang import ImportedSGLang, data_planes_are_forked
 from harness.slow_link import SlowLink
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
@@ -83,25 +79,6 @@ def test_children_and_theirs_end(number: signal.Signals, tmp_path: Path) -> None
         process.wait()
     assert not [*folders.iterdir()]
     assert "the store ended by itself" not in (tmp_path / "log").read_text()
-
-
-def test_the_cpu_time_of_grandchildren_counts() -> None:
-    busy = "while True: pass"
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {busy!r}])"
-    with subprocess.Popen([sys.executable, "-S", "-c", child], start_new_session=True) as process:
-        try:
-            found = psutil.Process(process.pid)
-            wait_until(lambda: any(each.cpu_times().user > 0.2 for each in found.children()))
-            os.killpg(process.pid, signal.SIGSTOP)
-            before_s = children_cpu_s()
-            count_with_descendants(process.pid)  # as they run
-            running_s = children_cpu_s()
-            assert running_s - before_s > 0.2
-            note_cpu_time(process.pid)  # the same, once
-            assert abs(children_cpu_s() - running_s) < 0.2
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert children_cpu_s() - before_s > 0.2
 
 
 def test_a_store_that_ends_by_itself_fails_its_test(tmp_path: Path) -> None:
@@ -213,32 +190,3 @@ def test_data_planes_are_forked() -> None:
         assert plane.returncode == 1
     assert b"sglang_importer.py" in said
     assert b"'no number'" in said
-
-
-def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_path: Path) -> None:
-    with ImportedSGLang() as imported, (tmp_path / "log").open("wb") as log:
-        environment = common_environment(), {"SGLANG_PLUGINS": "other"}
-        assert imported.start(["-c", ""], tmp_path, *environment, log, log) is None
-
-
-def test_an_accelerator_is_found_without_torch_where_there_is_none() -> None:
-    assert has_accelerator() == torch.accelerator.is_available()
-    assert torch.get_num_threads() == 1  # as tests/conftest.py says, without torch
-
-
-def test_a_port_that_another_process_has_asked_for_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although nothing listens there yet."""
-    script = "from harness.engine import free_port; print(free_port(), flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        taken = int(other.stdout.readline())
-        chosen = [taken]
-        choose = secrets.choice
-        monkeypatch.setattr(secrets, "choice", lambda ports: chosen.pop() if chosen else choose(ports))
-        assert free_port() != taken
-        assert not chosen
-        other.communicate("\n")
-    chosen.append(taken)
-    assert free_port() == taken

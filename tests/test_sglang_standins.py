@@ -22,25 +22,6 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
-def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-
-
-@pytest.mark.parametrize("shape", [(5, 48), (0, 48), (1, 64)])
-def test_norms(shape: tuple[int, int]) -> None:
-    x, residual, weight = numbers(*shape), numbers(*shape) + 1, numbers(shape[1])
-    torch.testing.assert_close(kernels.rmsnorm(x, weight, 1e-5), normalised(x, weight))
-    added = residual + x
-    kernels.fused_add_rmsnorm(x, residual, weight, 1e-5)
-    torch.testing.assert_close(residual, added)
-    torch.testing.assert_close(x, normalised(added, weight))
-
-
-def test_swiglu() -> None:
-    x = numbers(3, 96)
-    torch.testing.assert_close(kernels.silu_and_mul(x), torch.nn.functional.silu(x[:, :48]) * x[:, 48:])
-
-
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotations(is_neox: bool) -> None:
     """Of three of four pairs of a head, in place, with heads that lie apart."""

@@ -153,7 +153,10 @@ async def test_a_store_of_too_many_folders_says_so(tmp_path: Path, monkeypatch: 
 
 LOOKUP, SEGMENTS, OBJECTS, NOTES = wire.Route.LOOKUP, wire.Route.SEGMENTS, wire.Route.OBJECTS, wire.Route.NOTES
 NOT_UTF8 = b"\x82\xa9namespace\xa4\xff\xff\xff\xff\xabpage_hashes\xc4\x00"
-LOOKUPS = [{"namespace": "x", "page_hashes": b""}, {"namespace": FOLDER + "\n", "page_hashes": b""}]
+LOOKUPS: list[dict[str, object]] = [
+    {"namespace": "x", "page_hashes": b""},
+    {"namespace": FOLDER + "\n", "page_hashes": b""},
+]
 LOOKUPS += [{"namespace": FOLDER, "page_hashes": hashes} for hashes in (b"short", "0" * 32)]
 LOOKUPS += [{"namespace": FOLDER, "page_hashes": b"", "more": 1}]
 
