@@ -95,15 +95,7 @@ FORMS = (
     AttentionForm("V of another size, with a window", 4, 1, 96, 64, ((700, 12),), window=64),
     AttentionForm("an encoder's tokens in front", 4, 2, 64, 64, ((60, 12), (0, 40)), encoder_tokens=30),
     AttentionForm(
-        "cross attention",
-        4,
-        2,
-        64,
-        64,
-        ((0, 40), (0, 24)),
-        encoder_tokens=30,
-        is_causal=False,
-        is_cross_attention=True,
+        "cross attention", 4, 2, 64, 64, ((0, 40), (0, 24)), None, 30, is_causal=False, is_cross_attention=True
     ),
     AttentionForm("an encoder", 4, 4, 64, 64, ((0, 40),), is_causal=False),
 )
