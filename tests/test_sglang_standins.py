@@ -22,23 +22,6 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("is_neox", [True, False])
-def test_rotations(is_neox: bool) -> None:
-    """Of three of four pairs of a head, in place, with heads that lie apart."""
-    angles = torch.arange(20.0)[:, None] * torch.tensor([1.0, 0.1, 0.01])
-    cache, positions = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE), torch.tensor([3, 19], device=DEVICE)
-    whole = numbers(2, 5, 8)
-    x, before = whole[:, 1:4], whole.clone()
-    kernels.rope(x, cache, positions, is_neox)
-    pairs = [(i, i + 3) if is_neox else (2 * i, 2 * i + 1) for i in range(3)]
-    expected = before.clone()
-    for pair, (i, j) in enumerate(pairs):
-        cos, sin = cache[positions, pair, None], cache[positions, 3 + pair, None]
-        a, b = before[:, 1:4, i], before[:, 1:4, j]
-        expected[:, 1:4, i], expected[:, 1:4, j] = a * cos - b * sin, b * cos + a * sin
-    torch.testing.assert_close(whole, expected)
-
-
 def test_rows_are_stored_but_for_those_that_are_skipped() -> None:
     k, v, slots = numbers(3, 2, 8), numbers(3, 2, 12), torch.tensor([4, -1, 0], device=DEVICE)
     k_cache, v_cache = torch.zeros(6, 2, 8, device=DEVICE), torch.zeros(6, 2, 12, device=DEVICE)
@@ -106,7 +89,7 @@ def test_stand_ins_are_pytorchs_own_forms_for_the_models_that_are_served(model: 
     caches = [torch.zeros(9, model.kv_heads, model.dim, dtype=BFLOAT16, device=DEVICE) for _ in range(2)]
     values = v.clone()
     k_cache, v_cache = caches
-    rope = jit_kernels._FusedRope(is_neox=True, rope_dim=model.dim)
+    rope = jit_kernels.load("fused_rope", f"true, {model.dim}")
     rope.run_rope_store(q, k, v, k_cache, v_cache, cache, positions, slots)
     for found, wanted in zip((q, k), expected, strict=True):
         assert_rounded(found, wanted)

@@ -21,12 +21,9 @@ class _ClampPosition:
 
 
 class _FusedRope:
-    def __init__(self, is_neox: bool, rope_dim: int) -> None:
-        self._is_neox, self._rope_dim = is_neox, rope_dim
-
     def run_rope(self, q: torch.Tensor, k: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor) -> None:
         for x in (q, k):
-            kernels.rope(x, cache, positions, self._is_neox, self._rope_dim)
+            kernels.rope(x, cache, positions)
 
     def run_rope_store(
         self,
@@ -53,10 +50,11 @@ class _RotaryEmbedding:
         cache: torch.Tensor,
         is_neox: bool,
     ) -> None:
+        assert is_neox
         for x in (query, key):
             if x is not None:
                 heads = x.view(x.shape[0], -1, head_size)
-                kernels.rope(heads, cache, positions.flatten(), is_neox, cache.shape[-1])
+                kernels.rope(heads, cache, positions.flatten())
 
 
 class _KVCache:
@@ -104,15 +102,10 @@ _KINDS: dict[str, type] = {
 def load(name: str, *args: object, **options: object) -> Any:
     """Do what ``load_jit`` does. Raises NoStandInError."""
     if name == "fused_rope":
-        return _FusedRope(*_neox_and_dim(args))
+        assert str(args[0]).partition(",")[0].strip().lower() in ("true", "1"), f"not as NeoX rotates: {args}"
+        return _FusedRope()
     kind = _KINDS.get(name)
     note(f"compiled kernel {name} {args}: {'a stand-in' if kind else 'NONE'}")
     if kind is None:
         raise NoStandInError(f"the compiled kernel {name} has no stand-in")
     return kind()
-
-
-def _neox_and_dim(args: tuple[object, ...]) -> tuple[bool, int]:
-    """``args``: what SGLang's ``make_cpp_args`` makes of is_neox, rope_dim and more."""
-    text = [part.strip() for arg in args for part in str(arg).split(",")]
-    return text[0].lower() in ("true", "1"), int(text[1])

@@ -43,16 +43,17 @@ def silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: A
     return out
 
 
-def rope(x: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor, is_neox: bool, rope_dim: int = 0) -> None:
-    """Rotate ``x``, ``(tokens, heads, dim)``, in place. ``cache``: cosines, then sines, by position."""
-    half = (rope_dim or cache.shape[-1]) // 2
+def rope(x: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor) -> None:
+    """Rotate ``x``, ``(tokens, heads, dim)``, in place, as NeoX does: the halves of a head against each other.
+    ``cache``: cosines, then sines, by position."""
+    half = cache.shape[-1] // 2
     tokens, heads, dim = x.shape
     assert x.stride(-1) == 1, x.stride()
-    assert cache.shape[-1] == 2 * half <= dim, (x.shape, cache.shape)
+    assert 2 * half <= dim, (x.shape, cache.shape)
     if tokens:
         blocks = triton.next_power_of_2(heads), half, triton.next_power_of_2(half)
         strides = x.stride(0), x.stride(1), cache.stride(0)
-        _rope[(tokens,)](x, cache, positions, *strides, heads, *blocks, bool(is_neox), num_warps=4)
+        _rope[(tokens,)](x, cache, positions, *strides, heads, *blocks, num_warps=4)
 
 
 def store_rows(
@@ -124,7 +125,6 @@ def _rope(
     BLOCK_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
-    NEOX: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
@@ -134,13 +134,8 @@ def _rope(
     cos = tl.load(cache + position * stride_cache + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(cache + position * stride_cache + HALF + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
     mask = (head < HEADS)[:, None] & in_half[None, :]
-    first = x + token * stride_token + head[:, None] * stride_head
-    if NEOX:
-        one = first + at[None, :]
-        two = one + HALF
-    else:
-        one = first + 2 * at[None, :]
-        two = one + 1
+    one = x + token * stride_token + head[:, None] * stride_head + at[None, :]
+    two = one + HALF
     a = tl.load(one, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(two, mask=mask, other=0.0).to(tl.float32)
     tl.store(one, (a * cos - b * sin).to(x.dtype.element_ty), mask=mask)
