@@ -5,7 +5,7 @@ a prompt is stored, what the pair is about happens, and the prompt is fetched tw
 the memory that nobody should have written to. A pair that has such a test already names it in `ELSEWHERE`. A pair that
 the package refuses names the message in `REFUSED`, and the test that meets it.
 
-**A new feature** needs its row here, and what it does in both sequences. A new config key fails `test_crossings.py`
+**A new feature** needs its row here, and what it does in both sequences. A new config key fails `test_docs.py`
 until `KEYS` says which feature it belongs to, or `OTHER_KEYS` that it belongs to none.
 
     python -m tests.crossings    # prints the table for docs/tests.md

@@ -13,8 +13,10 @@ import pytest
 from harness import commands_page
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.plane.fetch import finder
+from sgl_kvfetch.protocol.config import KVFetchConfig
 from sgl_kvfetch.server.bodies import BUDGET_BYTES
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
+from tests import crossings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -117,3 +119,20 @@ def test_fields_are_described_where_they_are_declared() -> None:
                 if len(fields & set(re.findall(r"``(\w+)``", ast.get_docstring(node) or ""))) > 4:
                     crowded.append(node.name)
     assert crowded == []
+
+
+def test_each_config_key_belongs_to_a_feature_or_to_none() -> None:
+    assert sorted([*crossings.KEYS, *crossings.OTHER_KEYS]) == sorted(KVFetchConfig.model_fields)
+    assert {*crossings.KEYS.values()} <= {*crossings.FEATURES}
+
+
+@pytest.mark.parametrize("test", [*crossings.ELSEWHERE.values(), *(test for test, _ in crossings.REFUSED.values())])
+def test_a_pair_that_is_tested_elsewhere_names_a_test(test: str) -> None:
+    path, name = test.partition("[")[0].split("::")
+    tree = ast.parse((ROOT / path).read_text())
+    assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+def test_docs_have_the_table_of_crossings() -> None:
+    """`python -m tests.crossings` prints it."""
+    assert f"\n{crossings.table()}" in (ROOT / "docs" / "tests.md").read_text()

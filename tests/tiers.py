@@ -20,12 +20,10 @@ RELEASE: dict[str, tuple[str, ...]] = {
     "packaging": (
         "tests/codec/test_aarch64.py",
         "tests/plugin/test_triton_kernels_name.py::test_sglang_gets_the_same_answer_with_and_without_us",
-        "tests/test_compose.py",
-        "tests/test_containers.py",
         "tests/test_dashboard.py",
+        "tests/test_deploy.py",
         "tests/test_helm.py",
         "tests/test_store_only.py",
-        "tests/test_systemd_unit.py",
         "tests/test_wheel.py",
     ),
     "families of models": (

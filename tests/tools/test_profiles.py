@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
+from harness.store_process import StoreProcess
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.audit import AuditRecord, keep_record, record_file
 from sgl_kvfetch.plane.comparison import Compared
 from sgl_kvfetch.tools.doctor import check_audits
 from tests.segments import make_heads
+from tests.shell_blocks import ROOT, blocks_of
 from tests.stores.test_profiles import WEIGHTS, save
 from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json
 
@@ -114,3 +117,29 @@ def test_verify_reads_profiles(tmp_path: Path, stored: Stored) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert "SHA-256" in kvfetch_json("verify", str(stored.root), exit_code=1)["profiles"][f"{WEIGHTS}/{digest}"]
     assert f"kvfetch profile rm {stored.root} {digest}" in said("verify", str(stored.root), exit_code=1)
+
+
+@pytest.mark.process
+def test_the_commands_of_the_documentation_roll_a_store_back(tmp_path: Path, stored: Stored) -> None:
+    """Of two profiles the old one is the newest in the end, and one of two namespaces is gone."""
+    page = (ROOT / "docs" / "operations.md").read_text().partition("\n## Stopping and moving")[2]
+    old, new = (put(stored.root, tmp_path, number) for number in (1, 2))
+    namespaces = [segment.manifest.key.namespace for segment in stored.segments]
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    with StoreProcess(stored.root) as store:
+        stands_for = {
+            "http://STORE:8700#NAMESPACE": f"{store.url}#{namespaces[-1]}",
+            "http://STORE:8700": store.url,
+            "OLD": old,
+            "old.profile": str(tmp_path / "old.profile"),
+            "token": str(token),
+        }
+        for line in "".join(blocks_of(page.partition("\n## Before")[0])).splitlines():
+            program, *words = (stands_for.get(word, word) for word in shlex.split(line))
+            result = kvfetch(*words)
+            assert (program, result.exit_code) == ("kvfetch", 0), f"{line}\n{result.output}"
+        listed = kvfetch_json("profile", "list", store.url)
+    assert {row["digest"]: row["is_newest"] for row in listed} == {old: True, new: False}
+    assert {path.parent.name for path in stored.root.rglob("*.kvm")} == set(namespaces[:-1])
