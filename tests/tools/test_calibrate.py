@@ -3,7 +3,9 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,8 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     assert profile.calibration.model == model.name
     assert profile.calibration.text == f"words ({text_digest(text)})"
     assert profile.calibration.part == "0.2:0.9"
+    for what in ("sensitivity: 1 of 1", "accuracy: 1 of 1"):
+        assert f"{what}, 0 s left" in result.stderr  # where there is no terminal
     shown = " ".join(result.output.split())
     assert "Warning: 64 tokens are few for cells of" in shown
     assert f"the default takes {profile.default_bits:.2f} bits per value, more than it would after" in shown
@@ -182,45 +186,44 @@ def seen_windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor
     return seen
 
 
-def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The windows that would be calibrated on."""
-    seen = seen_windows(monkeypatch)
-    assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
-    return seen["words"]
-
-
-def test_windows_from_the_middle_begin_as_prompts_do(
+@pytest.fixture
+def windows_of(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[Callable[[Any], object]], list[torch.Tensor]]:
+    """Returns the windows that would be calibrated on, with a tokenizer that was changed."""
+
+    def windows_of(change: Callable[[Any], object]) -> list[torch.Tensor]:
+        own = tmp_path / "m"
+        shutil.copytree(model, own)
+        tokenizer = AutoTokenizer.from_pretrained(own)
+        change(tokenizer)
+        tokenizer.save_pretrained(own)
+        seen = seen_windows(monkeypatch)
+        assert "enough" in run(own, text, tmp_path / "p", "--windows", "5").stderr
+        assert {len(window) for window in seen["words"]} == {96}
+        return seen["words"]
+
+    return windows_of
+
+
+def test_windows_from_the_middle_begin_as_prompts_do(windows_of: Callable[..., list[torch.Tensor]]) -> None:
     """With the BOS token that the tokenizer puts before a text, once."""
-    own = tmp_path / "m"
-    shutil.copytree(model, own)
-    tokenizer = AutoTokenizer.from_pretrained(own)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.save_pretrained(own)
-    seen = windows_of(own, text, tmp_path, monkeypatch)
+
+    def put_bos(tokenizer: Any) -> None:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+    seen = windows_of(put_bos)
     assert [w[0].item() for w in seen] == [1] * 5
-    assert all(len(w) == 96 and (w[1:] >= 3).all() for w in seen)
+    assert all((w[1:] >= 3).all() for w in seen)
 
 
 def test_windows_of_a_model_with_a_chat_template_begin_as_messages_do_or_as_texts(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    windows_of: Callable[..., list[torch.Tensor]],
 ) -> None:
-    own = tmp_path / "m"
-    shutil.copytree(model, own)
-    tokenizer = AutoTokenizer.from_pretrained(own)
-    tokenizer.chat_template = "{% for m in messages %}w90 w91 {{ m.content }} w92{% endfor %}"
-    tokenizer.save_pretrained(own)
-    seen = windows_of(own, text, tmp_path, monkeypatch)
-    start = tokenizer("w90 w91 ").input_ids
-    assert [w[: len(start)].tolist() == start for w in seen] == [False, True, False, True, False]
-    assert {len(w) for w in seen} == {96}
+    def talk(tokenizer: Any) -> None:
+        tokenizer.chat_template = "{% for m in messages %}w90 w91 {{ m.content }} w92{% endfor %}"
 
-
-def test_progress_is_said_where_there_is_no_terminal(model: Path, text: Path, tmp_path: Path) -> None:
-    stderr = run(model, text, tmp_path / "p").stderr
-    for what in ("sensitivity: 1 of 1", "accuracy: 1 of 1"):
-        assert f"{what}, 0 s left" in stderr
+    assert [w[:2].tolist() == [90, 91] for w in windows_of(talk)] == [False, True, False, True, False]
 
 
 def test_a_profile_is_published(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
