@@ -288,19 +288,6 @@ def test_the_verdict_comes_first(page: Browser) -> None:
         assert page.driver.execute_script(script) == verdict
 
 
-def test_a_scale_ends_with_a_round_number(page: Browser) -> None:
-    for value, are_bytes, top in (
-        (0, "false", 0.1),
-        (0, "true", 1024),
-        (0.3, "false", 0.5),
-        (7, "false", 10),
-        (20, "false", 20),
-        (1200, "true", 2048),
-        (1 << 20, "true", 1 << 20),
-    ):
-        assert page.driver.execute_script(f"return scaleTop({value}, {are_bytes})") == pytest.approx(top)
-
-
 def test_names_are_text(page: Browser) -> None:
     """A model is called what a writer says."""
     assert EVIL in page.text("#folders")

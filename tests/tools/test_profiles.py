@@ -116,7 +116,9 @@ def test_verify_reads_profiles(tmp_path: Path, stored: Stored) -> None:
     path = stored.root / ".profiles" / WEIGHTS / digest
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert "SHA-256" in kvfetch_json("verify", str(stored.root), exit_code=1)["profiles"][f"{WEIGHTS}/{digest}"]
-    assert f"kvfetch profile rm {stored.root} {digest}" in said("verify", str(stored.root), exit_code=1)
+    output = said("verify", str(stored.root), exit_code=1)
+    assert f"kvfetch profile rm {stored.root} {digest}" in output
+    assert ": 1 objects corrupt or missing" in output
 
 
 @pytest.mark.process

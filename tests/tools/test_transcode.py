@@ -9,8 +9,6 @@ import torch
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
 from sgl_kvfetch.codec.container.segment import CodedSegment, layouts_of
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, to_planes
-from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltIntegers
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 from sgl_kvfetch.tools.encoder import (
@@ -60,22 +58,6 @@ def test_transcoding_keeps_all_parts(name: str, codec: str) -> None:
     assert decode_manifest(made.manifest.encode()) == made.manifest
 
 
-class WithoutProfile(KltIntegers):
-    """Makes parts like those of ``klt``, but without a profile: one token is exact."""
-
-    def num_coefficients(self, place: CellPlace) -> int:
-        return 5 * len(place.layers) + len(place.heads)
-
-    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
-        num_tokens = len(place.tokens)
-        exponents = torch.full((num_tokens,), UNIT, dtype=torch.uint8)
-        exponents[0] = EXACT
-        shape = (self.num_coefficients(place), num_tokens)
-        coefficients = torch.randint(100, 156, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-        exact = torch.cat([x[0].flatten() for x in values])
-        return exponents, torch.stack(to_planes(exact)).flatten(), coefficients
-
-
 def test_ans_becomes_video_and_comes_back_without_a_profile() -> None:
     case = CASES["klt-ans"]
     manifest = decode_manifest(case.path("kvm").read_bytes())
@@ -94,14 +76,6 @@ def test_values_become_ans_and_video_again(name: Literal["exact", "uint8", "cach
     flat = transcode(source.manifest, source.data, (ans,), 0)
     video = transcode(flat.manifest, flat.data, (hevc,), 0)
     assert transcode(video.manifest, video.data, (ans,)).data == flat.data
-
-
-def test_transcoding_needs_no_profile() -> None:
-    quantiser = WithoutProfile(f"klt(profile={'0' * 32};step=0.5)")
-    source, _ = make_segment(SMALL, 4, quantiser=quantiser)
-    made = transcode(source.manifest, source.data, TARGETS)
-    for index in range(len(TARGETS)):
-        assert decoded_equal(made, index, source, 0)
 
 
 def test_resolutions_differ_where_spans_fill_them() -> None:

@@ -17,7 +17,7 @@ from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.upkeep import list_segments
-from sgl_kvfetch.tools.verify import Report, Verifier, _lines
+from sgl_kvfetch.tools.verify import Report, Verifier
 from tests.segments import as_newer, make_segment, using, with_side
 from tests.tools.conftest import KEYS, Stored, flip, kvfetch, kvfetch_json, put, unchanged
 
@@ -61,12 +61,6 @@ def test_a_sound_store(stored: Stored) -> None:
 def test_an_empty_store_is_no_fault_and_not_called_well(tmp_path: Path) -> None:
     assert verify_json(str(tmp_path), 0)["num_segments"] == 0
     assert kvfetch("verify", str(tmp_path)).stdout == "0 segments, 0 chunks, 0 B read: there was nothing to verify\n"
-
-
-def test_a_damaged_profile_is_counted() -> None:
-    """Of a store whose segments are well."""
-    report = Report(num_segments=1, profiles={"weights/digest": "checksum"})
-    assert "1 segments, 0 chunks, 0 B read: 1 objects corrupt or missing" in list(_lines(report))
 
 
 def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
