@@ -150,6 +150,7 @@ class Catalog:
         self._is_checked = False
         self._readers: list[sqlite3.Connection] = []
         self._uses: dict[str, float] = {}  # of segments since they were last saved
+        self._saving = threading.Lock()  # of uses: who saves some waits for those that another thread has begun to save
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -234,11 +235,11 @@ class Catalog:
 
     def save_uses(self) -> None:
         """Write the recorded access times to the catalog. The order of eviction depends on them."""
-        while self._uses:
-            with self.writing() as db:
-                for _ in range(min(_USES_AT_ONCE, len(self._uses))):
-                    name, used = self._uses.popitem()
-                    db.execute("UPDATE segments SET last_used = ? WHERE name = ? AND last_used < ?", (used, name, used))
+        with self._saving:
+            while self._uses:
+                with self.writing() as db:
+                    some = [self._uses.popitem() for _ in range(min(_USES_AT_ONCE, len(self._uses)))]
+                    db.executemany("UPDATE segments SET last_used = max(last_used, ?2) WHERE name = ?1", some)
 
     def disk_bytes(self) -> int:
         """Return the size of the database's files."""

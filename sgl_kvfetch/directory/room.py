@@ -76,7 +76,6 @@ ORDER BY {LIVE_RANK_SQL} LIMIT ?"""  # `_delete_expired` goes before
 _LEAST_USED_TO_COARSEN = f"""
 SELECT name FROM segments WHERE droppable > 0 AND dropped < ? AND pinned = 0 AND {_IS_SETTLED}
 ORDER BY {LIVE_RANK_SQL} LIMIT ?"""
-_SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
 # Not those with a new file: they may be being written again, data first.
 _EXPIRED = f"""
 SELECT name, id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
@@ -560,7 +559,7 @@ class DiskRoom:
                 if found is None or found[0] != digest:
                     return False
                 new.commit(db, partial(rows.index_segment, db, manifest, content))
-                db.execute(_SET_LAST_USED, (found[1], name))
+                db.execute("UPDATE segments SET last_used = ? WHERE name = ?", (found[1], name))
             return True
         finally:
             new.discard()
