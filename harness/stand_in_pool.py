@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sgl_kvfetch.types import KVGeometry
+
 
 class MHATokenToKVPool:
     """What device mode uses of the class in SGLang 0.5.23: the same arguments, and the same buffers, all zeros."""
@@ -165,3 +167,12 @@ def install() -> None:
             name = ".".join(parts[:length])
             sys.modules.setdefault(name, module_from_spec(ModuleSpec(name, None, is_package=True)))
         vars(sys.modules[module]).update({each.__name__: each for each in classes})
+
+
+def make_pool(geometry: KVGeometry, num_tokens: int, device: str = "cpu") -> Any:
+    """Return SGLang's pool of this shape, or its stand-in."""
+    from sglang.srt.mem_cache import memory_pool
+
+    shape = geometry.num_heads, geometry.k_head_dim, geometry.num_layers
+    sizes = num_tokens, geometry.page_size, geometry.torch_dtype
+    return memory_pool.MHATokenToKVPool(*sizes, *shape, device, False, v_head_dim=geometry.v_head_dim)

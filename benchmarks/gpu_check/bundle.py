@@ -30,50 +30,20 @@ _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("from_bundle")
 PRESENT = (
-    *(
-        "aiohappyeyeballs",
-        "aiohttp",
-        "numpy",
-        "pip",
-        "prometheus-client",
-        "pytest",
-        "pytest-timeout",
-        "rich",
-        "safetensors",
-        "torch",
-    ),
-    *("transformers", "triton", "typer", "xxhash"),
+    *("aiohappyeyeballs", "aiohttp", "numpy", "pip", "prometheus-client", "pytest", "pytest-timeout", "rich"),
+    *("safetensors", "torch", "transformers", "triton", "typer", "xxhash"),
 )
 # Packed in the versions that are installed here, with which the tests pass.
 PACKAGES = (
-    "av",
-    "lazy-loader",
-    "msgspec",
-    "zstandard",
-    "tenacity",
-    "pydantic",
-    "pydantic-core",
-    "annotated-types",
-    "typing-extensions",
-    "typing-inspection",
-    "pytest-asyncio",
+    *("av", "lazy-loader", "msgspec", "zstandard", "tenacity", "pydantic", "pydantic-core", "annotated-types"),
+    *("typing-extensions", "typing-inspection", "pytest-asyncio"),
 )
 # For SGLang, in the same way.
 SGLANG_PACKAGES = (
-    *(
-        "apache-tvm-ffi",
-        "cffi",
-        "compressed-tensors",
-        "cryptography",
-        "dill",
-        "distro",
-        "fastapi",
-        "gguf",
-        "interegular",
-    ),
-    *("ipython", "jiter", "jsonschema", "jsonschema-specifications", "loguru", "openai", "opentelemetry-api", "orjson"),
-    *("partial-json-parser", "psutil", "pybase64", "pycparser", "python-multipart", "pyzmq", "referencing", "rpds-py"),
-    *("setproctitle", "sniffio", "starlette", "uvicorn", "uvloop", "xgrammar"),
+    *("apache-tvm-ffi", "cffi", "compressed-tensors", "cryptography", "dill", "distro", "fastapi", "gguf"),
+    *("interegular", "ipython", "jiter", "jsonschema", "jsonschema-specifications", "loguru", "openai"),
+    *("opentelemetry-api", "orjson", "partial-json-parser", "psutil", "pybase64", "pycparser", "python-multipart"),
+    *("pyzmq", "referencing", "rpds-py", "setproctitle", "sniffio", "starlette", "uvicorn", "uvloop", "xgrammar"),
 )
 MAX_SGLANG_BYTES = 30 << 20
 # Native code, sources of CUDA, tests and pictures: no Llama needs them.

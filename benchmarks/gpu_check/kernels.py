@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
-from benchmarks.kernel_bytes import Span, restore_klt_bytes
 from sgl_kvfetch.codec import pack
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.restore_klt import (
@@ -28,6 +27,33 @@ GOAL = 0.9  # relative to the bytes per second of a copy
 DTYPE = torch.bfloat16
 POISON = 0xAB  # initial value of each byte, to detect wrong writes
 _SPARE_SLOTS = 100
+_SLOT_BYTES = 8
+_EXPONENT_BYTES = 1  # of a token's step width
+_MATRIX_VALUE_BYTES = 2  # bfloat16
+_MEAN_BYTES = _ANGLE_BYTES = 4  # float32
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one call, and their shape. ``coefficients``: per token."""
+
+    tokens: int
+    coefficients: int
+    heads: int
+    dim: int = 128
+    layers: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.heads} heads of {self.dim}, {self.coefficients} coefficients"
+
+    @property
+    def num_channels(self) -> int:
+        return self.layers * self.heads * self.dim
+
+    @property
+    def num_values(self) -> int:
+        return self.tokens * self.num_channels
+
 
 # A usual size and an odd one. MEASURED also has spans too large for any cache.
 CHECKED = Span(1000, heads=2, coefficients=700), Span(63, heads=1, dim=80, coefficients=129)
@@ -176,3 +202,11 @@ def _klt_case(
         return theirs
 
     return Case(name, launch, reference, restore_klt_bytes(span, dtype.itemsize, rotary_dim))
+
+
+def restore_klt_bytes(span: Span, itemsize: int, rotary_dim: int) -> int:
+    """Return the least bytes that restoring K and V reads and writes. ``itemsize``: bytes of a value in the KV buffers.
+    ``rotary_dim``: rotated channels per head of K."""
+    a_token = span.coefficients + _EXPONENT_BYTES + _SLOT_BYTES + rotary_dim * _ANGLE_BYTES
+    a_channel = span.coefficients * _MATRIX_VALUE_BYTES + _MEAN_BYTES
+    return span.tokens * a_token + 2 * (span.num_channels * a_channel + span.num_values * itemsize)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check import passes
-from benchmarks.gpu_check.prefixes import PAGE_TOKENS, SPAN_TOKENS, Model, Sampler, make_pool, repeated_segments
+from benchmarks.gpu_check.prefixes import PAGE_TOKENS, SPAN_TOKENS, Model, Sampler, repeated_segments
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import make_busy
 from harness import stand_in_pool
@@ -131,7 +131,7 @@ def measure(
     """Record loads alone and beside passes: see `passes.measure`."""
     from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
-    pool = make_pool(model, num_tokens, str(device.torch_device))
+    pool = stand_in_pool.make_pool(model.geometry(), num_tokens, str(device.torch_device))
     _, before = _held_bytes()
     pages = CudaPages(pool, PAGE_TOKENS, device, forward)
     prompt, coded = staged_prompt(model, num_tokens, pages)
@@ -179,7 +179,7 @@ def measure_sides(record: Record, device: Device, forward: Stream, sizes: SideSi
     from sgl_kvfetch.plugin.device.pools import EnginePools, Load, SideSlots
 
     there = device.torch_device
-    pool = make_pool(Model(layers=1), 2 * PAGE_TOKENS, str(there))
+    pool = stand_in_pool.make_pool(Model(layers=1).geometry(), 2 * PAGE_TOKENS, str(there))
     pages = CudaPages(pool, PAGE_TOKENS, device, forward)
     pools = {"swa": sizes.windows(there), "mamba": sizes.states(there), "indexer": sizes.keys(there)}
     last = torch.arange(sizes.window_tokens, 2 * sizes.window_tokens, device=there)
@@ -334,7 +334,8 @@ def check_order(record: Record, model: Model, num_tokens: int, device: Device, f
     message, if they are wrong."""
     from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
-    pages = CudaPages(make_pool(model, num_tokens, str(device.torch_device)), PAGE_TOKENS, device, forward)
+    pool = stand_in_pool.make_pool(model.geometry(), num_tokens, str(device.torch_device))
+    pages = CudaPages(pool, PAGE_TOKENS, device, forward)
     prompt, coded = staged_prompt(model, num_tokens, pages)
     with opened(pages, SCRATCH_MIB[0] * MiB) as loader:
         for _ in range(2):
@@ -347,7 +348,8 @@ def check_agreed(record: Record, model: Model, num_tokens: int, device: Device, 
     its beginning. Every other slot of the pool must stay as it was."""
     from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
-    pages = CudaPages(make_pool(model, num_tokens, str(device.torch_device)), PAGE_TOKENS, device, forward)
+    pool = stand_in_pool.make_pool(model.geometry(), num_tokens, str(device.torch_device))
+    pages = CudaPages(pool, PAGE_TOKENS, device, forward)
     prompt, coded = staged_prompt(model, num_tokens, pages)
     num_pages = coded.num_pages
     with opened(pages, SCRATCH_MIB[0] * MiB) as loader:
@@ -427,17 +429,20 @@ class Prompt:
         """Compare some spans with what the CPU makes of them. ``num_spans``: how many were loaded; None for all."""
         last = (num_spans or self._num_pages * PAGE_TOKENS // SPAN_TOKENS) - 1
         for span in sorted({last * i // (_CHECKED_SPANS - 1) for i in range(_CHECKED_SPANS)}):
-            if wrong := self._wrong_values(span):
+            if wrong := self._wrong_values(span, range(self._num_pages * PAGE_TOKENS)):
                 record.fail(f"{what}: {wrong}")
                 return
 
-    def _wrong_values(self, span: int) -> str:
-        slots = self._slots[span * SPAN_TOKENS :][:SPAN_TOKENS]
+    def _wrong_values(self, span: int, loaded: range) -> str:
+        """Say what is wrong of a span, of which those tokens count that are in ``loaded``, tokens of the prompt."""
+        begin, end = max(loaded.start, span * SPAN_TOKENS), min(loaded.stop, (span + 1) * SPAN_TOKENS)
+        slots = self._slots[begin - loaded.start : end - loaded.start]
+        tokens = slice(begin - span * SPAN_TOKENS, end - span * SPAN_TOKENS)
         for layers, heads, values in self._of_cpu(span):
             for index, layer in enumerate(layers):
                 for tensor, buffer, x in zip(TENSORS, self._pages.layer_buffers(layer), values, strict=True):
                     found = buffer[slots, heads.start : heads.stop].float()
-                    expected = x[:, index].to(found)
+                    expected = x[tokens, index].to(found)
                     if not self._are_alike(found, expected):
                         most = float((found - expected).abs().max())
                         return f"{tensor} of layer {layer} differs by up to {most:g} in span {span}"
@@ -450,17 +455,11 @@ class Prompt:
 
     def wrong_beside(self, agreed: range) -> str:
         """Say what is wrong in a pool of zeros, into which the pages ``agreed`` alone were loaded."""
-        first, num_loaded = agreed.start * PAGE_TOKENS, len(agreed) * PAGE_TOKENS
-        slots = self._slots[:num_loaded]
-        for span in range(agreed.start * PAGE_TOKENS // SPAN_TOKENS, -(-agreed.stop * PAGE_TOKENS // SPAN_TOKENS)):
-            begin, end = max(first, span * SPAN_TOKENS), min(first + num_loaded, (span + 1) * SPAN_TOKENS)
-            for layers, heads, values in self._of_cpu(span):
-                for index, layer in enumerate(layers):
-                    for tensor, buffer, x in zip(TENSORS, self._pages.layer_buffers(layer), values, strict=True):
-                        found = buffer[slots[begin - first : end - first], heads.start : heads.stop].float()
-                        expected = x[begin - span * SPAN_TOKENS : end - span * SPAN_TOKENS, index].to(found)
-                        if not self._are_alike(found, expected):
-                            return f"{tensor} of layer {layer} differs in span {span}"
+        loaded = range(agreed.start * PAGE_TOKENS, agreed.stop * PAGE_TOKENS)
+        slots = self._slots[: len(loaded)]
+        for span in range(loaded.start // SPAN_TOKENS, -(-loaded.stop // SPAN_TOKENS)):
+            if wrong := self._wrong_values(span, loaded):
+                return wrong
         for layer in range(self._pages.geometry.num_layers):
             for buffer in self._pages.layer_buffers(layer):
                 others = torch.ones(len(buffer), dtype=torch.bool, device=buffer.device)

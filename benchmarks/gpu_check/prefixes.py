@@ -1,4 +1,4 @@
-"""Long prefixes of equal spans, of which only one is encoded, a pool for them, and the memory of a load."""
+"""Long prefixes of equal spans, of which only one is encoded, and the memory of a load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import torch
@@ -116,20 +116,3 @@ def _random(count: int, num_tokens: int) -> Quantised:
     integers = (ZERO + steps.round()).to(torch.uint8)
     exponents = torch.full((num_tokens,), UNIT, dtype=torch.uint8)
     return exponents, torch.empty(0, dtype=torch.uint8), integers
-
-
-def make_pool(model: Model, num_tokens: int, device: str) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    geometry = model.geometry()
-    return MHATokenToKVPool(
-        num_tokens,
-        PAGE_TOKENS,
-        geometry.torch_dtype,
-        geometry.num_heads,
-        geometry.k_head_dim,
-        geometry.num_layers,
-        device,
-        False,
-        v_head_dim=geometry.v_head_dim,
-    )

@@ -53,9 +53,9 @@ STEPS = (
     Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 60),
     Step("sglang", "SGLang in device mode: answers", f"{_HERE}.server:run", 60),
     Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130, is_extra=True),
-    Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45, is_extra=True),
+    Step("interference", "A matrix product beside decoding", f"{_HERE}.nvdec:run_interference", 45, is_extra=True),
     # Last: it may leave the decoder or the driver in a bad state.
-    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec_damage:run", 40, is_extra=True),
+    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec:run_damage", 40, is_extra=True),
 )
 
 

@@ -10,17 +10,10 @@ from benchmarks.gpu_check.record import Record, SkippedError
 
 def passes(record: Record) -> None:
     record.row("numbers", name="one", value=1.23456)
-    record.row("numbers", name="two", value=2, more="a|b")
-    record.note("a goal was missed")
 
 
 def skips(record: Record) -> None:
     raise SkippedError("nothing to see")
-
-
-def fails_twice(record: Record) -> None:
-    record.fail("first")
-    record.fail("second")
 
 
 def crashes(record: Record) -> None:

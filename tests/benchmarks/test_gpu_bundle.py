@@ -55,7 +55,7 @@ import torch
 from benchmarks.gpu_check import ans, kernels, quantise
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import STEPS
-from benchmarks.kernel_bytes import Span
+from benchmarks.gpu_check.kernels import Span
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.quant import _klt
 

@@ -58,17 +58,7 @@ class CodedPrompt:
             segments.append(segment)
             first_page += num_pages
         self._staged = stage_coded(segments, quantiser)
-        pool = stand_in_pool.MHATokenToKVPool(
-            2 * len(values["k"]),
-            geometry.page_size,
-            geometry.torch_dtype,
-            geometry.num_heads,
-            geometry.k_head_dim,
-            geometry.num_layers,
-            "cpu",
-            False,
-            v_head_dim=geometry.v_head_dim,
-        )
+        pool = stand_in_pool.make_pool(geometry, 2 * len(values["k"]))
         self.buffers = dict(zip(TENSORS, (pool.k_buffer, pool.v_buffer), strict=True))
         self._pages = CudaPages(pool, geometry.page_size, ImmediateDevice(), ImmediateStream())
         manifest = segments[0].manifest

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from harness import stand_in_pool
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
@@ -25,17 +26,7 @@ SEEDS = range(8)
 
 
 def make_pool(geometry: KVGeometry = GEOMETRY, device: str = "cpu") -> MHATokenToKVPool:
-    pool = MHATokenToKVPool(
-        NUM_SLOTS,
-        geometry.page_size,
-        geometry.torch_dtype,
-        geometry.num_heads,
-        geometry.k_head_dim,
-        geometry.num_layers,
-        device,
-        False,
-        v_head_dim=geometry.v_head_dim,
-    )
+    pool: MHATokenToKVPool = stand_in_pool.make_pool(geometry, NUM_SLOTS, device)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.fill_(float("nan"))
     return pool
