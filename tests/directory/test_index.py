@@ -2,47 +2,30 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from hypothesis import given, settings, strategies as st
 
-from harness.small_segments import FOLDER, NAMESPACE, page_hashes
+from harness.small_segments import FOLDER, make_segment, page_hashes
+from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.directory import catalog as index, rows
 from sgl_kvfetch.directory.catalog import Catalog
-from sgl_kvfetch.keys import Namespace, SegmentKey
 
-SPACE = FOLDER
 NUM_PAGES = 16
 # Chains that share prefixes of all lengths.
 CHAINS = [page_hashes(NUM_PAGES, branch, at) for branch, at in (("", 0), ("b", 3), ("c", 8), ("d", 0), ("e", 15))]
 
 
-@dataclass(frozen=True)
-class FakeManifest:
-    """What the index reads of a manifest."""
+_MANIFEST = make_segment(page_hashes(1), 0, 1).manifest
 
-    first_page: int
-    page_hashes: tuple[bytes, ...]
-    expires: int | None = None
-    previous_hash: bytes | None = None
-    namespace: Namespace = NAMESPACE
-    num_droppable: int = 0
-    num_dropped: int = 0
 
-    @property
-    def key(self) -> SegmentKey:
-        return SegmentKey(SPACE, len(self.page_hashes), self.page_hashes[-1])
-
-    @property
-    def data_names(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def name(self) -> str:
-        return self.key.manifest_name
+def of_pages(first_page: int, hashes: Sequence[bytes]) -> Manifest:
+    """A manifest without data."""
+    return msgspec.structs.replace(_MANIFEST, variants=(), first_page=first_page, page_hashes=tuple(hashes))
 
 
 class PageIndex:
@@ -51,23 +34,20 @@ class PageIndex:
     def __init__(self, db: sqlite3.Connection) -> None:
         self.db = db
 
-    def add(self, manifest: FakeManifest) -> None:
-        if rows.stored_id(self.db, manifest.name) is None:
-            rows.add_file(self.db, manifest.name, 1)
-        rows.index_segment(self.db, manifest, manifest.name.encode())  # type: ignore[arg-type]
+    def add(self, manifest: Manifest) -> None:
+        name = manifest.key.manifest_name
+        if rows.stored_id(self.db, name) is None:
+            rows.add_file(self.db, name, 1)
+        rows.index_segment(self.db, manifest, name.encode())
 
     def remove(self, name: str) -> bool:
         file_id = rows.stored_id(self.db, name)
-        if file_id is None:
-            return False
-        rows.forget_file(self.db, file_id)
-        return True
-
-    def count(self, table: str) -> int:
-        return int(self.db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+        if file_id is not None:
+            rows.forget_file(self.db, file_id)
+        return file_id is not None
 
     def find(self, page_hashes: list[bytes]) -> list[index.IndexHit]:
-        return index.find_pages(self.db, SPACE, page_hashes)
+        return index.find_pages(self.db, FOLDER, page_hashes)
 
 
 @contextmanager
@@ -85,7 +65,7 @@ def empty_index() -> Iterator[PageIndex]:
 class Model:
     """A reference implementation of the lookup's contract that checks every segment."""
 
-    segments: dict[str, FakeManifest] = field(default_factory=dict)
+    segments: dict[str, Manifest] = field(default_factory=dict)
 
     def reach(self, page_hashes: list[bytes], page: int) -> int:
         best = page
@@ -108,8 +88,8 @@ class Model:
         return lengths
 
 
-def segment(chain: list[bytes], first: int, length: int) -> FakeManifest:
-    return FakeManifest(first, tuple(chain[first : first + length]))
+def segment(chain: list[bytes], first: int, length: int) -> Manifest:
+    return of_pages(first, chain[first : first + length])
 
 
 @st.composite
@@ -135,10 +115,12 @@ def test_lookup_matches_the_contract(
             manifest = segment(CHAINS[which], start, num_pages)
             if keep:
                 pages.add(manifest)
-                model.segments[manifest.name] = manifest
+                model.segments[manifest.key.manifest_name] = manifest
             else:
-                assert pages.remove(manifest.name) == (model.segments.pop(manifest.name, None) is not None)
-        assert pages.count("segments") == len(model.segments)
+                assert pages.remove(manifest.key.manifest_name) == (
+                    model.segments.pop(manifest.key.manifest_name, None) is not None
+                )
+        assert pages.db.execute("SELECT count(*) FROM segments").fetchone() == (len(model.segments),)
         asked = CHAINS[chain][first : first + length]
         found = pages.find(asked)
     assert [hit.num_pages for hit in found] == model.lookup(asked)
@@ -153,14 +135,14 @@ def test_lookup_matches_the_contract(
 def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
     chain = CHAINS[0]
     # The right last page, after pages of another prefix, and at another place in the sequence.
-    liar = FakeManifest(8, (*CHAINS[3][:7], chain[7]))
+    liar = of_pages(8, [*CHAINS[3][:7], chain[7]])
     with empty_index() as pages:
         pages.add(segment(chain, 0, 4))
         pages.add(liar)
         for first in range(8):
             page = first
             for hit in pages.find(chain[first:8]):
-                source = list(liar.page_hashes) if hit.manifest_name == liar.name else chain
+                source = list(liar.page_hashes) if hit.manifest_name == liar.key.manifest_name else chain
                 assert source[hit.first_page :][: hit.num_pages] == chain[page : page + hit.num_pages]
                 page += hit.num_pages
 
@@ -178,5 +160,5 @@ def test_a_popular_prefix_needs_no_linear_search() -> None:
         assert len(queries) <= 20 * 8
         pages.db.set_trace_callback(None)
         for chain in chains[:-1]:
-            pages.remove(segment(chain, 0, 8).name)
+            pages.remove(segment(chain, 0, 8).key.manifest_name)
         assert [hit.num_pages for hit in pages.find(chains[0])] == [4]

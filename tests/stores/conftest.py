@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -78,6 +80,19 @@ def ceph_server() -> Iterator[CephProcess]:
         pytest.skip(CEPH_MISSING)
     with CephProcess() as server:
         yield server
+
+
+@asynccontextmanager
+async def saying(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """The URL of a server that gives each connection this answer, and closes it."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0, ssl=tls) as server:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from sgl_kvfetch.stores.http import HttpStore, read_whole
 from sgl_kvfetch.stores.notes import PINS, PROFILES
 from sgl_kvfetch.stores.remote import HttpOptions
 from tests.stores.conformance import failing
+from tests.stores.conftest import saying
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
@@ -98,18 +99,6 @@ async def test_delete_prefix_in_several_requests(answering: Start) -> None:
     assert await store.delete_prefix("ab") == 7
     for _ in range(2):
         assert await reason_of(store.delete_prefix("ab")) == "protocol"
-
-
-@pytest.mark.process
-async def test_a_cancelled_call_leaves_the_pool_usable(store: HttpStore, proxy: FaultyProxy) -> None:
-    await proxy.set(Fault("hang"))
-    calls = [asyncio.create_task(store.get(NAME)) for _ in range(40)]  # more than there are connections
-    await asyncio.sleep(0.05)
-    for call in calls:
-        call.cancel()
-    assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*calls, return_exceptions=True))
-    await proxy.set(None)
-    assert await store.get(NAME) == CONTENT
 
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -282,15 +271,9 @@ HOSTILE = "\x1b[2J\r\nERROR all is lost \x9b\u202e"
     ],
 )
 async def test_a_servers_text_does_not_control_our_log(hostile: str) -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        body = msgspec.json.encode(wire.ErrorBody(HOSTILE, HOSTILE))
-        writer.write(hostile.encode().replace(b"1000", b"%d" % len(body)).replace(b"{}", body))
-        writer.close()
-
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        store = HttpStore(f"http://127.0.0.1:{port}", options=HttpOptions(timeout_s=5, max_attempts=1))
+    body = msgspec.json.encode(wire.ErrorBody(HOSTILE, HOSTILE))
+    async with saying(hostile.encode().replace(b"1000", b"%d" % len(body)).replace(b"{}", body)) as url:
+        store = HttpStore(url, options=HttpOptions(timeout_s=5, max_attempts=1))
         with pytest.raises(StoreError) as caught:
             await store.get(NAME, 5, 10)
         logged = "".join(traceback.format_exception(caught.value))

@@ -27,6 +27,7 @@ from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
 from tests.segments import make_segment as make_real_segment, using
 from tests.stores.conformance import failing
+from tests.stores.conftest import saying
 from tests.tools.conftest import kvfetch
 
 URL = f"s3://{BUCKET}/some/prefix"
@@ -200,15 +201,10 @@ async def test_what_s3_says_is_told_without_xml(code: str, reason: str, said: st
     xml = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>it says why</Message></Error>".encode()
     status = b"404 Not Found" if code == "NoSuchBucket" else b"403 Forbidden"
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(xml), xml))
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        config = s3_config(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    answer = b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(xml), xml)
+    async with saying(answer) as url:
         with pytest.raises(StoreError, match=said) as caught:
-            await S3Store(URL, config=config, options=HttpOptions(max_attempts=1)).get(NAME)
+            await S3Store(URL, config=s3_config(url), options=HttpOptions(max_attempts=1)).get(NAME)
     assert caught.value.reason == reason
     assert "<" not in str(caught.value)
 
@@ -220,13 +216,8 @@ async def test_a_ca_that_is_replaced_counts_for_the_next_call(tmp_path: Path, mo
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     new.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA).configure_cert(context)
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
-        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    answer = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    async with saying(answer, context) as url:
         old.cert_pem.write_to_path(tmp_path / "ca.pem")
         tls = TlsFiles(ca=str(tmp_path / "ca.pem"))
         store = S3Store(URL, config=s3_config(url), options=HttpOptions(max_attempts=1, tls=tls))

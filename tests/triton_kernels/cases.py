@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_exact, restore_klt, xxh3
+
+T = TypeVar("T")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -59,3 +68,20 @@ def assert_nearly_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Sums of `klt` that were added in another order: a last bit here and there."""
     torch.testing.assert_close(found, expected, rtol=torch.finfo(expected.dtype).eps, atol=1e-5)
     assert (found != expected).float().mean() < 0.01
+
+
+MODULES: tuple[ModuleType, ...] = (ans, quantise_klt, restore_exact, restore_klt, xxh3)
+
+
+@contextmanager
+def replaced_kernels(make: Callable[[Any], T]) -> Iterator[dict[str, T]]:
+    """Put what ``make`` makes of each kernel in its place. Wrappers launch it, whatever the device is."""
+    made: dict[str, T] = {}
+    with ExitStack() as stack:
+        for module in MODULES:
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                made[name] = make(getattr(module, name))
+                stack.enter_context(patch.object(module, name, made[name]))
+            if hasattr(module, "use_kernels"):
+                stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
+        yield made

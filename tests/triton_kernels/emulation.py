@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +16,7 @@ from benchmarks.compiled_kernels.machine_code import gpu_target
 from benchmarks.compiled_kernels.recorder import Recorder
 from harness.ptx.block import Kernel
 from harness.ptx.global_memory import GlobalMemory
-from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_exact, restore_klt, xxh3
-
-MODULES: tuple[ModuleType, ...] = (ans, quantise_klt, restore_exact, restore_klt, xxh3)
+from tests.triton_kernels.cases import replaced_kernels
 
 
 class Addressed(TorchFunctionMode):
@@ -45,14 +42,7 @@ class Emulator:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Make all wrappers launch here."""
-        with ExitStack() as stack:
-            addressed = stack.enter_context(Addressed())
-            for module in MODULES:
-                for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                    launcher = _Launcher(getattr(module, name), self, addressed)
-                    stack.enter_context(patch.object(module, name, launcher))
-                if hasattr(module, "use_kernels"):
-                    stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
+        with Addressed() as addressed, replaced_kernels(lambda kernel: _Launcher(kernel, self, addressed)):
             yield
 
     def compiled(self, recorder: Recorder) -> Kernel:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -24,11 +21,11 @@ from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_exact, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 from sgl_kvfetch.types import KVGeometry
+from tests.triton_kernels.cases import replaced_kernels
 from tests.triton_kernels.coded_load import CodedPrompt
 
-MODULES = ans, quantise_klt, restore_exact, restore_klt, xxh3
 TOKENS = 1, 15, 16, 33, 64, 1024
 HEADS, DIM = 2, 80
 SLOTS = torch.arange(2048)  # of which launches take views, as with pages of one token
@@ -49,18 +46,6 @@ class Keys:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         _, specialisation, options = self._bind(*args, **kwargs)
         self.found.add(repr((specialisation, options)))
-
-
-def replace_kernels(modules: tuple[ModuleType, ...]) -> dict[str, Keys]:
-    replaced = {}
-    for module in modules:
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel"):
-                replaced[name] = Keys(kernel)
-                setattr(module, name, replaced[name])
-        if hasattr(module, "use_kernels"):
-            module.use_kernels = lambda device: True  # type: ignore[attr-defined]
-    return replaced
 
 
 def slots_of(num_tokens: int) -> Iterator[torch.Tensor]:
@@ -148,35 +133,23 @@ class Sources(Recorder):
 
 def load_without_variant() -> list[str]:
     """Load a prompt of a model like Llama-3.1-8B. Return the kernels whose launches are none of the variants."""
-    places = {
-        "ans_decode_kernel": ans,
-        "decoding_tables_kernel": ans,
-        "xxh3_kernel": xxh3,
-        "restore_klt_kernel": restore_klt,
-        "restore_exact_kernel": restore_exact,
-    }
+    places = "ans_decode_kernel", "decoding_tables_kernel", "xxh3_kernel", "restore_klt_kernel", "restore_exact_kernel"
     variants = [variant.record().source for variant in all_variants() if variant.kernel in places]
     compiled = {source.hash() for source in variants if source is not None}
     quantisers, geometry = (KltQuantiser(make_profile(128), step=1.0), make_quantiser("exact")), (3, 8, 128, 128, 16)
     prompts = [CodedPrompt(quantiser, KVGeometry(*geometry, "bfloat16"), [2]) for quantiser in quantisers]
-    with ExitStack() as stack:
-        sources = {}
-        for name, module in places.items():
-            sources[name] = Sources(getattr(module, name))
-            stack.enter_context(patch.object(module, name, sources[name]))
-            if hasattr(module, "use_kernels"):
-                stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
+    with replaced_kernels(Sources) as sources:
         for prompt in prompts:
             prompt.load(SLOTS[:32], 0, 4 << 20)
-    assert all(each.found for each in sources.values())
-    return [name for name, each in sources.items() if not each.found <= compiled]
+    assert all(sources[name].found for name in places)
+    return [name for name in places if not sources[name].found <= compiled]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     without_variant = load_without_variant()
-    kernels = replace_kernels(MODULES)
-    launch_all()
-    load_prompts()
+    with replaced_kernels(Keys) as kernels:
+        launch_all()
+        load_prompts()
     numbers = {name: len(kernel.found) for name, kernel in kernels.items()}
     print(json.dumps({"specialisations": numbers, "without variant": without_variant}))

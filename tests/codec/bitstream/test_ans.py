@@ -18,7 +18,7 @@ from sgl_kvfetch.errors import CorruptError
 from tests.golden.second_reader import groups_of, unans, unans_tables
 
 VECTORS, PORTABLE = AnsCodec(), AnsCodec(is_portable=True)
-TABLES = AnsTablesCodec()
+TABLES, PORTABLE_TABLES = AnsTablesCodec(), AnsTablesCodec(is_portable=True)
 CODECS = pytest.mark.parametrize("codec", [VECTORS, PORTABLE], ids=["vectors", "portable"])
 
 
@@ -44,14 +44,21 @@ def decode(codec: Codec, bitstream: bytes, frames: torch.Tensor) -> torch.Tensor
     return codec.decode(bitstream, (len(frames), *frames.shape[2:]))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 16, 31, 32, 33, 64, 100, 127, 128, 129, 512, 700, 1024])
+def require_agreement(codecs: Sequence[AnsCodec | AnsTablesCodec], frames: torch.Tensor) -> bytes:
+    """Both write the same, and read it. Return it."""
+    first, second = codecs
+    bitstream = first.encode(frames)
+    assert second.encode(frames) == bitstream
+    for codec in codecs:
+        assert torch.equal(decode(codec, bitstream, frames), frames)
+    return bitstream
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 31, 32, 33, 64, 127, 128, 129, 700, 1024])
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
 def test_both_coders_and_the_document_agree(num_rows: int, num_tokens: int) -> None:
     frames = coefficients(num_rows, num_tokens)
-    bitstream = VECTORS.encode(frames)
-    assert PORTABLE.encode(frames) == bitstream
-    for codec in (VECTORS, PORTABLE):
-        assert torch.equal(decode(codec, bitstream, frames), frames)
+    bitstream = require_agreement((VECTORS, PORTABLE), frames)
     if num_rows * num_tokens <= 4000:
         rows = frames.reshape(-1, num_tokens).numpy()
         assert np.array_equal(unans(bitstream, *rows.shape), rows)
@@ -149,11 +156,7 @@ def test_the_native_coder_refuses_wrong_sizes() -> None:
 @pytest.mark.parametrize(("num_tokens", "num_places"), [(1, 1), (5, 7), (33, 20), (64, 100), (1024, 100)])
 def test_tables_in_the_bitstream_are_read_alike(num_tokens: int, num_places: int) -> None:
     frames = channels(num_tokens, num_places)
-    bitstream = TABLES.encode(frames)
-    portable = AnsTablesCodec(is_portable=True)
-    assert portable.encode(frames) == bitstream
-    for codec in (TABLES, portable):
-        assert torch.equal(decode(codec, bitstream, frames), frames)
+    bitstream = require_agreement((TABLES, PORTABLE_TABLES), frames)
     if frames.numel() <= 20_000:
         rows = unans_tables(bitstream, 3 * num_places, num_tokens)
         assert np.array_equal(rows.T, frames.reshape(num_tokens, -1).numpy())
@@ -168,11 +171,7 @@ def test_rows_of_few_and_of_many_integers_are_coded_alike_with_and_without_vecto
     values = chance.choice(np.array(integers, np.uint8), (1024 + 70, 3, 1, 4))
     rare = chance.random(values.shape) < 1e-4
     frames = torch.from_numpy(np.where(rare, chance.integers(0, 256, values.shape, np.uint8), values))
-    bitstream, portable = TABLES.encode(frames), AnsTablesCodec(is_portable=True)
-    assert portable.encode(frames) == bitstream
-    for codec in (TABLES, portable):
-        assert torch.equal(decode(codec, bitstream, frames), frames)
-    rows = unans_tables(bitstream, 12, len(frames))
+    rows = unans_tables(require_agreement((TABLES, PORTABLE_TABLES), frames), 12, len(frames))
     assert np.array_equal(rows.T, frames.reshape(len(frames), -1).numpy())
 
 
