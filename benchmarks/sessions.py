@@ -4,10 +4,12 @@ the store.
     python -m benchmarks.sessions [--turns N] [--tokens N] [--pause S] [--mode host,device] [--replicas 1,2]
                                   [--store http,s3] [--kill] [--json FILE]
 
-Each turn's prompt is that of the turn before and some tokens more. In the end, the servers forget what they have, and
-one asks for the whole prompt several times, which then comes from the store. Bytes are counted at the store, and
-divided by those that the same prompt takes when it is written at once. ``disk`` is the most that the store held at any
-second, and ``hits`` the share of whole pages of the turn before, on the other replica, that were not computed.
+Each turn's prompt is that of the turn before and some tokens more. Then the session is compacted: one prompt asks for
+a summary behind all turns, the next one goes on with the first turn and the summary. In the end, the servers forget
+what they have, and one asks for the prompt of the last turn several times, which then comes from the store. Bytes are
+counted at the store, and divided by those that the same prompts take when they are written at once. ``disk`` is the
+most that the store held at any second. ``hits`` is the share of whole pages that only another replica had computed
+before, and that were not computed again.
 
 With ``--kill``, the store is killed (SIGKILL) in the middle of the session, while it is written to, and started again
 two turns later; and later on a data plane of each server. Bytes are not counted then.
@@ -33,6 +35,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import and_, eq
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,7 +86,8 @@ class _Session:
 
     store: _Store
     servers: Sequence[SGLangServer]
-    prompts: list[list[int]]
+    prompts: Sequence[Sequence[int]]
+    last: int  # turn; the prompts behind it compact the session
     right: Sequence[Generation]
     pause_s: float
     problems: list[str] = field(default_factory=list)
@@ -100,11 +105,17 @@ class _Session:
     def turn(self, turn: int) -> None:
         answer = self.ask(turn)
         self.ttft_s.append(answer.ttft_s)
-        if len(self.servers) > 1 and turn:
-            before = len(self.prompts[turn - 2]) if turn > 1 else 0  # which this server has computed itself
-            pages = len(self.prompts[turn - 1]) // _PAGE_SIZE * _PAGE_SIZE - before
-            self.found.append(max(0, answer.cached_tokens - before) / pages)
+        own, any_server = self._shared(turn, len(self.servers)), self._shared(turn, 1)
+        if any_server > own:
+            self.found.append(max(0, answer.cached_tokens - own) / (any_server - own))
         time.sleep(self.pause_s)
+
+    def _shared(self, turn: int, step: int) -> int:
+        """Return how many tokens, in whole pages, a prompt shares with one of every ``step``th turn before it."""
+        prompt = self.prompts[turn]
+        earlier = (self.prompts[each] for each in range(turn - step, -1, -step))
+        shared = (sum(accumulate(map(eq, prompt, each), and_)) for each in earlier)
+        return max(shared, default=0) // _PAGE_SIZE * _PAGE_SIZE
 
     def settle(self) -> None:
         """Wait until nothing is queued, and the store's counters stand still."""
@@ -127,7 +138,7 @@ class _Session:
 
     def run_and_kill(self) -> None:
         """Kill the store in the middle, while the last turn is being written, and data planes later on."""
-        store, turns = self.store.process, len(self.prompts)
+        store, turns = self.store.process, self.last + 1
         killed, restarted = turns // 2, min(turns // 2 + _DOWN_TURNS, turns - 1)
         stored = 0
         for turn in range(turns):
@@ -227,15 +238,17 @@ _STORES = {"http": _http, "s3": _s3}
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     rng = random.Random(77)
-    tokens = [rng.randrange(3, 2048) for _ in range(args.turns * args.tokens)]
-    prompts = [tokens[: args.tokens * turn] for turn in range(1, args.turns + 1)]
+    tokens = [rng.randrange(3, 2048) for _ in range((args.turns + 2) * args.tokens)]
+    summary = tokens[-args.tokens :]
+    prompts = [tokens[: args.tokens * turn] for turn in range(1, args.turns + 2)]
+    prompts.append(tokens[: args.tokens] + summary)
     room = ["--page-size", str(_PAGE_SIZE), "--context-length", str(len(tokens) + 64)]
     room += ["--max-total-tokens", str(2 * len(tokens) + 1024)]
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="kvfetch-sessions-") as name, servers_find_sglang_imported():
         model = make_tiny_llama(Path(name, "model"), max_position_embeddings=32768, num_layers=2)
         with SGLangServer(model, extra_args=room) as server:
-            _ask(server, prompts[-1])
+            _ask(server, prompts[-2])
             right = []
             for prompt in prompts:
                 server.flush()
@@ -246,7 +259,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 store = running.enter_context(_STORES[kind](Path(name, str(number))))
                 flags = [*_MODES[mode](store.url), *room]
                 servers = [running.enter_context(SGLangServer(model, extra_args=flags)) for _ in range(replicas)]
-                session = _Session(store, servers, prompts, right, args.pause)
+                session = _Session(store, servers, prompts, args.turns - 1, right, args.pause)
                 row = _killed(session) if args.kill else _measured(session)
             rows.append({"mode": mode, "replicas": replicas, "store": kind, **row, "problems": session.problems})
             for problem in session.problems:
@@ -264,7 +277,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _measured(session: _Session) -> dict[str, Any]:
-    store, last = session.store, len(session.prompts) - 1
+    store, last = session.store, session.last
     session.settle()
     before = store.traffic()
     with _Peak(store.held) as peak:
@@ -274,8 +287,9 @@ def _measured(session: _Session) -> dict[str, Any]:
     fetched = [session.fetched(last) for _ in range(_LAST)]
     session.settle()
     began = store.traffic()
-    _ask(session.servers[last % len(session.servers)], session.prompts[last], cache_salt="at once")
-    session.settle()
+    for prompt in session.prompts[last + 1 :]:
+        _ask(session.servers[0], prompt, cache_salt="at once")
+        session.settle()
     unique = store.traffic()[0] - began[0]
     return {
         "answers": len(session.prompts) + _LAST,
@@ -293,7 +307,7 @@ def _measured(session: _Session) -> dict[str, Any]:
 
 def _killed(session: _Session) -> dict[str, Any]:
     session.run_and_kill()
-    last = len(session.prompts) - 1
+    last = session.last
     session.fetched(last)  # what was not stored is stored now
     tokens = int(session.fetched(last).cached_tokens_details.get("storage", 0))
     if tokens < (len(session.prompts[last]) - 1) // _PAGE_SIZE * _PAGE_SIZE:
@@ -302,7 +316,7 @@ def _killed(session: _Session) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         session.problems.append((done.stdout + done.stderr)[-1000:])
-    return {"answers": len(session.prompts) + 4, "fetched_tokens": tokens}
+    return {"answers": last + 1 + 4, "fetched_tokens": tokens}
 
 
 def _cells(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[list[str]]]:

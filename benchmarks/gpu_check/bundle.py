@@ -35,7 +35,7 @@ PRESENT = (
 )
 # Packed in the versions that are installed here, with which the tests pass.
 PACKAGES = (
-    *("av", "lazy-loader", "msgspec", "zstandard", "tenacity", "pydantic", "pydantic-core", "annotated-types"),
+    *("av", "lazy-loader", "msgspec", "zstandard", "pydantic", "pydantic-core", "annotated-types"),
     *("typing-extensions", "typing-inspection", "pytest-asyncio"),
 )
 # For SGLang, in the same way.

@@ -5,8 +5,10 @@ Its answers are checked: statuses and errors become StoreError, and bodies have 
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
@@ -16,13 +18,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_random_exponential,
-)
 
 from sgl_kvfetch.codec import Content, views_of
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, StoreError
@@ -627,34 +622,29 @@ class HttpStore(RemoteStore):
 
         Raises the last attempt's StoreError, or ``timeout`` once the deadline passes.
         """
-        options = self.options
+        options, began_s, number = self.options, asyncio.get_running_loop().time(), 0
 
-        def may_help(state: RetryCallState) -> bool:
-            error = state.outcome.exception() if state.outcome else None
-            if not (isinstance(error, StoreError) and error.retriable and error.reason in RETRIED):
-                return False
-            return error.reason not in _CUTS or most_cut is None or state.attempt_number < most_cut
-
-        def record_retry(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            if isinstance(error, StoreError):
-                options.on_retry(error)
-
-        async def translated() -> T:
-            with client_errors(what):
-                await self._follow_files()
-                return await attempt()
+        def pause_s(error: StoreError) -> float | None:
+            """Return how long to wait before the next attempt; None if there is none."""
+            most = options.max_attempts if error.reason not in _CUTS or most_cut is None else most_cut
+            if number >= most or not (error.retriable and error.reason in RETRIED):
+                return None
+            pause_s = random.uniform(0, min(timeout_s, options.backoff_s * 2.0 ** (number - 1)))
+            return pause_s if asyncio.get_running_loop().time() + pause_s < began_s + timeout_s else None
 
         with self._naming_itself():
             async with self._deadline(what, num_bytes) as timeout_s:
-                retrying = AsyncRetrying(
-                    stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
-                    wait=wait_random_exponential(options.backoff_s, max=timeout_s),
-                    retry=may_help,
-                    before_sleep=record_retry,
-                    reraise=True,
-                )
-                return await retrying(translated)
+                while True:
+                    number += 1
+                    try:
+                        with client_errors(what):
+                            await self._follow_files()
+                            return await attempt()
+                    except StoreError as e:
+                        if (wait_s := pause_s(e)) is None:
+                            raise
+                        options.on_retry(e)
+                    await asyncio.sleep(wait_s)
 
 
 async def _read_line(response: aiohttp.ClientResponse) -> bytes:

@@ -276,6 +276,8 @@ class TileLayout(Layout, frozen=True, kw_only=True, tag="tiles"):
     def from_frames(self, frames: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape
         assert frames.shape == self.frames_shape(shape), (frames.shape, shape)
+        if self.each_begins_with(shape):  # nothing but layers to leave out
+            return frames.reshape(num_tokens, PLANES, num_heads, head_dim)[:, :num_layers].contiguous()
         used = frames[:, :, : self.tile_rows * self.tile_height, : self.tile_cols * self.tile_width]
         pixels = used.reshape(
             -1, PLANES, self.tile_rows, self.head_rows, self.dim_rows, self.tile_cols, self.head_cols, self.dim_cols

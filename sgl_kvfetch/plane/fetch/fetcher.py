@@ -29,6 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellChunks, CellValues, Decoders, Quantised, SegmentReader
@@ -36,12 +37,7 @@ from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.link import BytesBudget
 from sgl_kvfetch.plane.fetch.offers import Tolerance
-from sgl_kvfetch.plane.fetch.plan import (
-    PageSource,
-    ReadUnit,
-    SpanPart,
-    span_parts,
-)
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart, cut_run, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.fetch.reads import UnitReader
 from sgl_kvfetch.plane.memory_cache import Held
@@ -53,6 +49,7 @@ logger = logging.getLogger(__name__)
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
 _BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
+_JOB_BYTES = 128 << 10  # of cells that are decoded together: for fewer, a hand-over takes longer
 
 Keep = Callable[[], object]  # keeps cells that were decoded
 
@@ -466,9 +463,9 @@ class Fetcher:
         """Restore the cells of a unit, which have these chunks. Raises what `restore_cells` raises, when no cell is
         under way any more."""
         units = [(unit, chunks)]
-        # To decode a cell's values takes long; to verify it, less than a hand-over.
-        if not fetch.destination.takes_units:
-            units = [(replace(unit, cells=(cell,)), [x]) for cell, x in zip(unit.cells, chunks, strict=True)]
+        if not fetch.destination.takes_units:  # to verify cells takes less than a hand-over, however many there are
+            runs, rest = cut_run(unit.reader, unit.cells, _JOB_BYTES), iter(chunks)
+            units = [(replace(unit, cells=cells), list(islice(rest, len(cells)))) for cells in runs]
         restore = partial(restore_cells, fetch.destination, part, request=fetch.request)
         jobs = [self._decode(each, partial(restore, each, theirs), fetch.destination) for each, theirs in units]
         # Wait for all cells even if one fails: they hold memory until they are done.

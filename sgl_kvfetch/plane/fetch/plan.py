@@ -146,11 +146,11 @@ def read_runs(reader: SegmentReader, span: int, size: ReadSize) -> Sequence[tupl
     if (span, size) not in made:
         most = size.of(reader.span_bytes(span))
         runs = neighbours(reader, list(reader.span_cells(span)))
-        made[span, size] = [cells for run in runs for cells in _cut(reader, run, most)]
+        made[span, size] = [cells for run in runs for cells in cut_run(reader, run, most)]
     return made[span, size]
 
 
-def _cut(reader: SegmentReader, run: Sequence[Cell], most: int) -> list[tuple[Cell, ...]]:
+def cut_run(reader: SegmentReader, run: Sequence[Cell], most: int) -> list[tuple[Cell, ...]]:
     """Cut neighbours into runs of about equal size in bytes, about ``most``: a cell is in the run in which its middle
     is."""
     ends = list(accumulate(map(reader.coded_bytes, run)))

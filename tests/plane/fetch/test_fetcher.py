@@ -418,3 +418,13 @@ async def test_what_would_come_too_late_is_not_asked_for(
     assert (result.late, result.failures) == (is_late, ())
     assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))
     await assert_nothing_held(fetcher)
+
+
+async def test_small_cells_of_a_read_are_decoded_in_one_job(segment: Segment, store: SpoiltStore) -> None:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        fetcher = make_fetcher(store, pool, read_bytes=1 << 20)
+        wanted, submit = sources(segment, range(NUM_PAGES)), Mock(wraps=pool.submit)
+        pool.submit = submit  # type: ignore[method-assign]
+        assert wanted[0].reader.cells_per_span > 1
+        await fetch(fetcher, wanted, PoisonedPool(NUM_PAGES), range(NUM_PAGES))
+    assert submit.call_count == wanted[0].reader.manifest.num_spans
