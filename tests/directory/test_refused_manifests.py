@@ -88,10 +88,6 @@ async def test_pages_with_the_same_key_are_found_and_forgotten_each(store: Local
     with store._catalog.reading() as db:
         assert db is not None
         assert db.execute("SELECT count(*) FROM pages").fetchone() == (0,)
-
-
-async def test_a_page_whose_key_another_page_has_is_a_miss(store: LocalStore) -> None:
-    one, other = colliding_hashes()
     await put_segment(store, with_hashes(make_segment(CHAIN, 0, 1), one))
     assert (await store.lookup(FOLDER, [other, CHAIN[1]])).hits == ()
     assert (await store.lookup(FOLDER, [one])).num_pages == 1

@@ -167,15 +167,6 @@ def test_zstd_is_tried_for_v_of_the_first_layers_where_its_tokens_repeat(num_dif
     assert (k_high.codec, v_high.codec) == ("ans-tables", codec)
 
 
-def test_manifest_and_back() -> None:
-    coded, _ = make_segment(num_pages=8, first_page=16)
-    manifest = decode_manifest(coded.manifest.encode())
-    assert manifest == coded.manifest
-    assert manifest.variants[0].size_bytes == len(coded.data)
-    assert manifest.raw_bytes == 8 * SMALL.page_bytes
-    assert SegmentReader(manifest, make_quantiser("exact")).data_name == coded.data_name
-
-
 def test_another_quantisers_segment_is_refused() -> None:
     coded, _ = make_segment()
     with pytest.raises(FormatError, match="is quantised as"):
@@ -185,14 +176,12 @@ def test_another_quantisers_segment_is_refused() -> None:
 def test_a_codec_that_lies_about_its_integers_is_found_out() -> None:
     """The second checksum: the compressed bytes are as written, but decode to something else."""
     coded, _ = make_segment()
-    other, _ = make_segment(seed="other")
     variant = coded.manifest.variants[0]
     first = msgspec.structs.replace(variant.chunks[0], decoded_checksum=bytes(16))
     lying = msgspec.structs.replace(variant, chunks=(first, *variant.chunks[1:]))
     manifest = msgspec.structs.replace(coded.manifest, variants=(lying,))
     with pytest.raises(CorruptError, match="decoded k byte 0: checksum"):
         read_all(manifest, coded.data, make_quantiser("exact"))
-    assert other.manifest.key != coded.manifest.key
 
 
 def test_an_unknown_codec_is_refused_before_anything_is_read() -> None:

@@ -60,26 +60,27 @@ def test_each_value_lies_where_the_format_says() -> None:
             assert frames[frame, layer, y, x] == integers[token, layer, head, dim]
 
 
+TILES = {"width": 144, "height": 144, "head_rows": 2, "head_cols": 2, "dim_rows": 3, "dim_cols": 4}
+REGIONS = {"width": 144, "height": 144, "token_rows": 16, "token_cols": 32}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("layout", "shape", "message"),
     [
-        ({"head_rows": 1}, r"cannot hold 4 heads of 12"),
-        ({"dim_cols": 3}, r"cannot hold 4 heads of 12"),
-        ({"width": 1}, r"exceeds its picture"),
-        ({"height": 3}, r"exceeds its picture"),
-        ({"width": 1 << 16, "height": 1 << 16}, r"exceeds \d+ values"),
+        (TileLayout(**TILES | {"head_rows": 1}), (5, 3, 4, 12), "cannot hold 4 heads of 12"),
+        (TileLayout(**TILES | {"dim_cols": 3}), (5, 3, 4, 12), "cannot hold 4 heads of 12"),
+        (TileLayout(**TILES | {"width": 1}), (5, 3, 4, 12), "exceeds its picture"),
+        (TileLayout(**TILES | {"height": 3}), (5, 3, 4, 12), "exceeds its picture"),
+        (TileLayout(**TILES | {"width": 1 << 16, "height": 1 << 16}), (5, 3, 4, 12), r"exceeds \d+ values"),
+        (tile_layout(2, 64, 16), (16, 4, 2, 64), "4 layers, expected at most 3"),  # as many as there are colour planes
+        (RegionLayout(**REGIONS), (10, 513), "region of 16x32 cannot hold 513 tokens"),
+        (RegionLayout(**REGIONS | {"width": 16}), (10, 500), "exceeds its picture"),
     ],
 )
-def test_tiles_that_hold_too_little_are_refused(change: dict[str, int], message: str) -> None:
-    fields = dict(width=144, height=144, head_rows=2, head_cols=2, dim_rows=3, dim_cols=4)
-    TileLayout(**fields).require_fits((5, 3, 4, 12))
+def test_layouts_that_hold_too_little_are_refused(layout: Layout, shape: tuple[int, ...], message: str) -> None:
+    TileLayout(**TILES).require_fits((5, 3, 4, 12))
     with pytest.raises(FormatError, match=message):
-        TileLayout(**fields | change).require_fits((5, 3, 4, 12))
-
-
-def test_more_layers_than_colour_planes_are_refused() -> None:
-    with pytest.raises(FormatError, match="4 layers, expected at most 3"):
-        tile_layout(2, 64, 16).require_fits((16, 4, 2, 64))
+        layout.require_fits(shape)
 
 
 def test_layouts_are_stored_by_kind() -> None:
@@ -143,12 +144,6 @@ def test_regions_stay_within_the_resolution(span_tokens: int, resolution: str) -
             assert layout.token_cols <= width
 
 
-def test_regions_meet_the_encoders_units() -> None:
-    for span_tokens, expected in ((1024, (32, 32)), (512, (32, 16)), (64, (8, 8)), (8192, (32, 256)), (1, (1, 1))):
-        layout = region_layout(600, span_tokens)
-        assert (layout.token_rows, layout.token_cols) == expected
-
-
 def test_flat_frames_begin_with_the_integers() -> None:
     """In their order, if a row has a span's tokens and nothing else."""
     for count, num_tokens in ((1, 1), (7, 33), (9, 64)):
@@ -171,11 +166,3 @@ def test_flat_frames_of_tiles_begin_with_a_tokens_integers() -> None:
         assert torch.equal(frames[:, : num_layers * 2 * 64], integers.flatten(1))
         assert layout.begins_with(tuple(integers.shape)) is (num_layers == 3)
     assert not layout.each_begins_with((9, 3, 2, 32))
-
-
-def test_regions_that_hold_too_little_are_refused() -> None:
-    layout = RegionLayout(width=144, height=144, token_rows=16, token_cols=32)
-    with pytest.raises(FormatError, match="region of 16x32 cannot hold 513 tokens"):
-        layout.require_fits((10, 513))
-    with pytest.raises(FormatError, match="exceeds its picture"):
-        RegionLayout(width=16, height=144, token_rows=16, token_cols=32).require_fits((10, 500))

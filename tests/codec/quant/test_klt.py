@@ -21,7 +21,6 @@ from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import (
     EXACT,
-    UNIT,
     ZERO,
     IntegerMatrix,
     KltQuantiser,
@@ -143,40 +142,6 @@ def test_sinks_are_exact_at_the_start_of_a_sequence_alone(dtype: torch.dtype) ->
         assert which.tolist() == expected
         back = quantiser.dequantise(quantised, dtype, place)
         assert all(torch.equal(b[which].float(), x[which].float()) for b, x in zip(back, values, strict=True))
-
-
-def with_sensitivity(profile: Profile, weights: torch.Tensor) -> Profile:
-    return replace(profile, cells={ONLY: replace(profile.cells[ONLY], sensitivity=weights)})
-
-
-@pytest.mark.usefixtures("each_product")
-def test_tokens_whose_errors_cost_more_have_finer_steps() -> None:
-    """Told from one coefficient: the first one, in standard deviations, is the logarithm of the cost."""
-    plain = make_profile()
-    weights = torch.zeros_like(plain.cells[ONLY].sensitivity)
-    weights[0] = 2.0
-    profile = with_sensitivity(plain, weights)
-    quantiser = KltQuantiser(profile, step=0.2)
-    place = place_of(profile, ONLY, 200)
-    values = values_of(profile, 200)
-    exponents, _, _ = quantised = quantiser.quantise(values, place)
-    fits = exponents != EXACT  # finer steps make larger integers
-    assert fits.sum() > 150
-    scales = scales_of(exponents)
-    errors = errors_in_steps(quantiser, ONLY, minus(quantiser.dequantise(quantised, torch.float32, place), values))
-    assert (errors.abs().amax(1) / scales)[fits].max() < 0.52
-    cell = profile.cells[ONLY]
-    channels = torch.cat([x.flatten(1) for x in values], dim=1) - cell.mean
-    first = (channels @ forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight]))[:, 0]
-    expected = exponents_of(2 * first / cell.spread[0])
-    assert expected.unique().numel() > 5
-    assert torch.equal(exponents[fits], expected[fits])
-
-
-def test_scales_are_half_octaves_from_a_sixteenth_to_sixteen() -> None:
-    costs = torch.tensor([0.0, 0.7, -0.7, 1.4, 50.0, -50.0])
-    assert exponents_of(costs).tolist() == [UNIT, UNIT - 1, UNIT + 1, UNIT - 2, UNIT - 8, UNIT + 8]
-    assert scales_of(torch.tensor([UNIT, UNIT - 2, UNIT - 8, UNIT + 8])).tolist() == [1, 0.5, 1 / 16, 16]
 
 
 NEOX = Rope(inv_freq=tuple(0.7**i for i in range(8)))
