@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import boto3
@@ -17,6 +17,7 @@ from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
@@ -87,6 +88,27 @@ async def test_a_lookup_is_a_use(
     assert parts(await reader.lookup(FOLDER, CHAIN[:16])) == [(0, 16)]
     await reader.close()
     assert [used is not None for used in await store.last_uses(KEYS)] == [True, False, False]
+
+
+@pytest.mark.process
+async def test_a_use_is_saved_that_comes_while_others_are_saved(
+    s3: S3Server, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
+    store = opened(s3, index.url)
+    record_uses, saved = store._index.record_uses, []
+
+    async def note_another(uses: Mapping[SegmentKey, float]) -> None:
+        saved.append(list(uses))
+        if len(saved) == 1:
+            store._record_use(KEYS[1])
+        await record_uses(uses)
+
+    monkeypatch.setattr(store._index, "record_uses", note_another)
+    store._record_use(KEYS[0])
+    await until(lambda: len(saved) == 2)
+    assert saved[1] == [KEYS[1]]
+    await store.close()
 
 
 @pytest.mark.process
