@@ -311,6 +311,7 @@ _PATCHES = {
     "image_size": 64,
 }
 OTHER_IMAGE_TEXT: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma3": {"text": {"head_dim": 32, "pad_token_id": 0, **_IN_TURN}, "vision": _PATCHES},
     "glm4v": {
         "text": {
             "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},

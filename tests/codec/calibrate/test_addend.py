@@ -13,16 +13,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from harness.models import make_tiny
 from sgl_kvfetch.codec.calibrate import sweep
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.sweep import MOST_SINKS, Sweep
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.types import CellGrid
-from tests.codec.calibrate.conftest import make
 
 CONTEXT, FOLLOWING, LAYERS = MOST_SINKS + 6, 10, 3
-SMALL = {"hidden_size": 32, "head_dim": 8, "initializer_range": 0.1}
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+}
 MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 GEMMA4 = MIXED | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -55,10 +62,8 @@ def train(path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_those_of_finite_differences(
-    family: str, tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = make(tokenizer_files, tmp_path / "model", family, **SMALL | FAMILIES[family])
+def test_weights_are_those_of_finite_differences(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny(tmp_path / "model", family, SHAPE | FAMILIES[family])
     train(path)
     monkeypatch.setattr(sweep, "_DRAWS", 500)
     ids = torch.randint(3, 256, (CONTEXT + FOLLOWING,), generator=torch.Generator().manual_seed(1))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
 
+from harness.models import make_tiny
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.rope import Rope
-from tests.codec.calibrate.conftest import make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,11 +50,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def random_model(tokenizer_files: Path, tmp_path: Path) -> Any:
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": NUM_POSITIONS}
+def random_model(tmp_path: Path) -> Any:
+    shape = {"vocab_size": 64, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    shape |= {"max_position_embeddings": NUM_POSITIONS}
 
     def made(model_type: str, **changes: Any) -> LayeredModel:
-        return LayeredModel(str(make(tokenizer_files, tmp_path / model_type, model_type, **shape | changes)))
+        return LayeredModel(str(make_tiny(tmp_path / model_type, model_type, shape | changes)))
 
     return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.codec.kv_model import KVModel
-from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_mellum, make_tiny_qwen3_5
+from harness.models import (
+    FAMILIES,
+    IMAGE_TEXT,
+    OTHER_FAMILIES,
+    make_other_image_text,
+    make_tiny,
+    make_tiny_deepseek,
+    make_tiny_image_text,
+    make_tiny_lfm2,
+    make_tiny_mellum,
+    make_tiny_qwen3_5,
+)
 from sgl_kvfetch.codec.calibrate import layers
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
@@ -23,118 +33,27 @@ from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.quant.layer_map import Pool, plain_layers
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from tests.codec.calibrate.conftest import SHAPE, make
 from tests.codec.quant.profiles import CALIBRATION
 
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 32}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GEMMA4 = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16, "global_head_dim": 32}
 NARROW = {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
-GPT_OSS = {
-    "layer_types": GEMMA4["layer_types"],
-    "sliding_window": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-MIMO = {
-    "layer_types": GEMMA4["layer_types"],
-    "sliding_window": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
-NEMOTRON = {
-    "layers_block_type": ["mamba", "attention", "moe"],
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-}
-GRANITE = {
-    "layer_types": ["mamba", "attention", "mamba"],
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "num_local_experts": 0,
-    "shared_intermediate_size": 64,
-}
-
-LATENT = {
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 3,
-    "index_n_heads": 12,  # with few, many tokens score 0 alike
-    "index_head_dim": 16,
-    "index_topk": 16,
-}
-KIMI = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_intermediate_size": 32,
-}
 
 
-MROPE = {"rope_type": "default", "rope_theta": 1e4}
-ENCODER = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": 4,
-}
-PATCHES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "patch_size": 8,
-}
-WITH_IMAGES: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {
-        "text_config": SHAPE | {"head_dim": None, "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
-        "vision_config": ENCODER | {"fullatt_block_indexes": [0]},
-    },
-    "qwen3_vl": {
-        "text_config": SHAPE | {"rope_parameters": MROPE | {"mrope_section": [4, 6, 6]}},
-        "vision_config": ENCODER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-    },
-    "mistral3": {
-        "text_config": SHAPE | {"model_type": "mistral"},
-        "vision_config": PATCHES | {"model_type": "pixtral", "image_size": 32},
-    },
-    "gemma3": {
-        "text_config": SHAPE | {"sliding_window": 16, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
-        "vision_config": PATCHES | {"image_size": 32},
-    },
-}
+def make(path: Path, model_type: str, **changes: Any) -> Path:
+    return make_tiny(path, model_type, SHAPE | changes)
+
+
+WITH_IMAGES = *IMAGE_TEXT, "mistral3", "gemma3"
 
 
 @pytest.mark.parametrize("model_type", WITH_IMAGES)
-def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tmp_path: Path, model_type: str) -> None:
+def test_language_models_inside_image_text_checkpoints(tmp_path: Path, model_type: str) -> None:
     """They compute what the whole model does with text, and the weights of its encoder are not read, although its
     layers have the same numbers."""
     path = tmp_path / "model"
-    shutil.copytree(tokenizer_files, path)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **WITH_IMAGES[model_type])
-    AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    (make_tiny_image_text if model_type in IMAGE_TEXT else make_other_image_text)(path, model_type)
     whole = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     model = _require_equal(path, whole)
     names = [name for name, _ in model._model.named_parameters()]
@@ -143,7 +62,7 @@ def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tm
     profile = calibrate_model(
         model, {"text": [*windows]}, plain_layers(model.num_layers), CALIBRATION, CalibrationOptions(num_context=256)
     )
-    assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
+    assert profile.grid.num_layers == model.num_layers
 
 
 MADE: dict[str, Callable[[Path], Path]] = {
@@ -158,9 +77,9 @@ MADE: dict[str, Callable[[Path], Path]] = {
     ("model_type", "changes"),
     [
         ("llama", {}),
-        ("qwen3_moe", MIXTURE),  # the checkpoint has the experts one by one
-        ("gemma2", {"sliding_window": 16}),  # scaled embeddings, tied to the output, soft caps
-        ("mistral", {"sliding_window": 16}),
+        ("qwen3_moe", FAMILIES["qwen3_moe"]),  # the checkpoint has the experts one by one
+        ("gemma2", {"sliding_window": 64}),  # scaled embeddings, tied to the output, soft caps
+        ("mistral", {"sliding_window": 64}),
         ("phi", {}),  # attention and MLP side by side; biases
         ("cohere", {}),
         ("gpt_neox", {}),  # its layers return tuples, and know the cache by another name
@@ -169,36 +88,34 @@ MADE: dict[str, Callable[[Path], Path]] = {
         ("lfm2", {}),  # convolutions
         ("qwen3_5", {}),  # a gated delta rule
         ("mellum", {}),  # windows apart
-        ("gpt_oss", GPT_OSS),  # learned sinks
-        ("gemma4_text", GEMMA4 | {"hidden_size_per_layer_input": 0}),
-        ("mimo_v2_flash", MIMO),  # windows with heads of another size
-        ("nemotron_h", NEMOTRON),  # Mamba 2, and layers that are an MLP alone
-        ("granitemoehybrid", GRANITE),
-        ("kimi_linear", KIMI),  # MLA without a rotation, and Kimi's delta attention
-        ("glm_moe_dsa", LATENT),
-        ("deepseek_v32", LATENT),  # each token attends to 16 that an indexer chooses
+        ("gpt_oss", OTHER_FAMILIES["gpt_oss"]),  # learned sinks
+        ("gemma4_text", OTHER_FAMILIES["gemma4_text"]),
+        ("mimo_v2_flash", OTHER_FAMILIES["mimo_v2_flash"] | {"v_head_dim": 16}),  # V with heads of another size
+        ("nemotron_h", OTHER_FAMILIES["nemotron_h"]),  # Mamba 2, and layers that are an MLP alone
+        ("granitemoehybrid", OTHER_FAMILIES["granitemoehybrid"]),
+        ("kimi_linear", OTHER_FAMILIES["kimi_linear"]),  # MLA without a rotation, and Kimi's delta attention
+        ("glm_moe_dsa", OTHER_FAMILIES["glm_moe_dsa"]),
+        ("deepseek_v32", OTHER_FAMILIES["deepseek_v32"]),  # each token attends to 64 that an indexer chooses
     ],
 )
-def test_layers_compute_what_the_whole_model_does(
-    tokenizer_files: Path, tmp_path: Path, model_type: str, changes: dict[str, Any]
-) -> None:
+def test_layers_compute_what_the_whole_model_does(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     path = tmp_path / "model"
     if model_type in MADE:
         MADE[model_type](path)
     else:
-        make(tokenizer_files, path, model_type, **changes)
+        make_tiny(path, model_type, changes)
     _require_equal(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 def _require_equal(path: Path, whole: Any) -> LayeredModel:
-    """Compare the layers' computations with those of the whole model."""
-    ids = torch.randint(3, 256, (60,), generator=torch.Generator().manual_seed(0))
+    """Compare the layers' computations with those of the whole model. More tokens than windows have."""
+    ids = torch.randint(7, 256, (100,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = torch.log_softmax(whole(ids[None]).logits[0].float(), -1)
     model = LayeredModel(str(path))
-    hidden, calls = model.embed(ids), model.calls(60)
-    first, first_calls = hidden[:40], model.calls(40)
-    after, after_calls = hidden[40:], model.calls(20, 40)
+    hidden, calls = model.embed(ids), model.calls(100)
+    first, first_calls = hidden[:80], model.calls(80)
+    after, after_calls = hidden[80:], model.calls(20, 80)
     for index in range(model.num_layers):
         with model.layer(index) as layer, torch.no_grad():
             hidden, whole_past = layer.forward(hidden, calls)
@@ -206,16 +123,18 @@ def _require_equal(path: Path, whole: Any) -> LayeredModel:
             after = layer.after(after, after_calls, past)
         if model.pools[index] == Pool.KV:
             assert isinstance(whole_past, KV)
-            assert whole_past.k.shape == (60, model.num_heads, model.k_head_dim)
-            assert whole_past.v.shape == (60, model.num_heads, model.v_head_dim)
+            assert whole_past.k.shape == (100, model.num_heads, model.k_head_dim)
+            assert whole_past.v.shape == (100, model.num_heads, model.v_head_dim)
     torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model.log_probabilities(after), expected[40:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.log_probabilities(after), expected[80:], rtol=1e-4, atol=1e-4)
     return model
 
 
-def test_keys_of_an_indexer_stay_exact(tokenizer_files: Path, tmp_path: Path) -> None:
+def test_keys_of_an_indexer_stay_exact(tmp_path: Path) -> None:
     """Layers choose tokens by them while K and V come from coefficients, also in a calibration that goes on."""
-    path = make(tokenizer_files, tmp_path / "model", "deepseek_v32", **LATENT)
+    narrow = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    indexer = {"head_dim": 8, "index_head_dim": 16, "index_topk": 16, "first_k_dense_replace": 3}
+    path = make(tmp_path / "model", "deepseek_v32", **OTHER_FAMILIES["deepseek_v32"] | narrow | indexer)
     model = LayeredModel(str(path))
     layers, notes = map_layers(model)
     assert not notes
@@ -236,13 +155,13 @@ def test_keys_of_an_indexer_stay_exact(tokenizer_files: Path, tmp_path: Path) ->
         assert isinstance(kept, torch.Tensor)
         assert torch.equal(kept, past.indexer)
     profile = calibrate_model(model, {"text": [*windows]}, layers, CALIBRATION, CalibrationOptions(num_context=256))
-    assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
+    assert profile.grid.num_layers == model.num_layers
 
 
-def test_weights_in_fp8_are_restored(tokenizer_files: Path, tmp_path: Path) -> None:
+def test_weights_in_fp8_are_restored(tmp_path: Path) -> None:
     """As checkpoints have them: a scale a block of 128 x 128."""
     pytest.importorskip("accelerate", reason="transformers needs it for FP8")
-    path = make(tokenizer_files, tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    path = make(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
     file = path / "model.safetensors"
     plain, coded = load_file(file), {}
     for name, weight in list(plain.items()):
@@ -269,13 +188,13 @@ def test_weights_in_fp8_are_restored(tokenizer_files: Path, tmp_path: Path) -> N
                 torch.testing.assert_close(weight.data, expected, rtol=1e-2, atol=1e-6)
 
 
-def test_weights_packed_by_llm_compressor_are_restored(tokenizer_files: Path, tmp_path: Path) -> None:
+def test_weights_packed_by_llm_compressor_are_restored(tmp_path: Path) -> None:
     """Which is how it stores what it has made with GPTQ or AWQ: four bits, a scale for 128 weights."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    path = make(tokenizer_files, tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    path = make(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     scheme = preset_name_to_scheme("W4A16", ["Linear"])
     apply_quantization_config(
@@ -318,8 +237,8 @@ def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
     torch.testing.assert_close(kv.v, v[:, 0])
 
 
-def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path, tmp_path: Path) -> None:
-    path = make(tokenizer_files, tmp_path / "model", "llama")
+def test_weights_in_bfloat16_are_computed_with_in_float32(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", "llama")
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
     model = LayeredModel(str(path))
     embeddings = model._model.get_input_embeddings().weight, model._model.get_output_embeddings().weight
@@ -334,8 +253,8 @@ def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path,
     assert hidden.dtype == kv.k.dtype == model.log_probabilities(hidden).dtype == torch.float32
 
 
-def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
-    path = make(tokenizer_files, tmp_path / "model", "llama")
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    path = make(tmp_path / "model", "llama")
     file = path / "model.safetensors"
     tensors = load_file(file)
 
@@ -394,21 +313,18 @@ FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_
     ],
 )
 def test_layers_without_plain_keys_and_values_are_named(
-    tokenizer_files: Path, tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
 ) -> None:
-    path = tmp_path / "model"
-    make(tokenizer_files, path, model_type, **changes)
+    path = make(tmp_path / "model", model_type, **changes)
     with pytest.raises(UnsupportedError, match=message) as e:
         LayeredModel(str(path))
     assert str(e.value).startswith(f"{path}: ")
     assert "\n" not in str(e.value)
 
 
-def test_coded_layers_of_different_shapes_are_named(
-    tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coded_layers_of_different_shapes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Gemma 4's would be if SGLang had its windows in the same pool."""
-    path = make(tokenizer_files, tmp_path / "model", "gemma4_text", **GEMMA4 | NARROW)
+    path = make(tmp_path / "model", "gemma4_text", **GEMMA4 | NARROW)
     monkeypatch.setattr(layers, "WINDOWS_APART", frozenset())
     with pytest.raises(UnsupportedError, match="its layers have keys and values of different shapes"):
         LayeredModel(str(path))

@@ -18,8 +18,7 @@ from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from tests.codec.calibrate.conftest import make
-from tests.codec.calibrate.test_layers import MIXTURE
+from tests.codec.calibrate.test_layers import MIXTURE, make
 from tests.codec.quant.profiles import CALIBRATION
 
 GROUP = 32  # inputs
@@ -116,13 +115,12 @@ def shuffle(values: NDArray[np.int64]) -> NDArray[np.int64]:
     ],
 )
 def test_weights_are_restored(
-    tokenizer_files: Path,
     tmp_path: Path,
     fmt: Format,
     model_type: str,
     changes: dict[str, Any],
 ) -> None:
-    path = make(tokenizer_files, tmp_path / "plain", model_type, num_hidden_layers=2, **changes)
+    path = make(tmp_path / "plain", model_type, num_hidden_layers=2, **changes)
     packed = LayeredModel(str(pack_checkpoint(path, fmt, packs_head=not fmt.is_awq)))
     plain = LayeredModel(str(path))
     for index in range(2):
@@ -136,8 +134,8 @@ def test_weights_are_restored(
     assert torch.equal(packed._model.lm_head.weight, plain._model.lm_head.weight)
 
 
-def test_a_packed_checkpoint_has_the_profile_of_its_weights(tokenizer_files: Path, tmp_path: Path) -> None:
-    path = make(tokenizer_files, tmp_path / "plain", "llama", num_hidden_layers=2)
+def test_a_packed_checkpoint_has_the_profile_of_its_weights(tmp_path: Path) -> None:
+    path = make(tmp_path / "plain", "llama", num_hidden_layers=2)
     paths = pack_checkpoint(path, GPTQ), path
     generator = torch.Generator().manual_seed(0)
     windows = [torch.randint(3, 256, (80,), generator=generator) for _ in range(4)]
@@ -157,20 +155,19 @@ def test_a_packed_checkpoint_has_the_profile_of_its_weights(tokenizer_files: Pat
     ],
 )
 def test_what_cannot_be_restored_is_named(
-    tokenizer_files: Path,
     tmp_path: Path,
     config: dict[str, Any],
     message: str,
 ) -> None:
-    path = make(tokenizer_files, tmp_path / "plain", "llama", num_hidden_layers=1)
+    path = make(tmp_path / "plain", "llama", num_hidden_layers=1)
     packed = pack_checkpoint(path, Format(GPTQ.config, bits=8))
     set_quantization(packed, config)
     with pytest.raises(UnsupportedError, match=message):
         LayeredModel(str(packed))
 
 
-def test_a_damaged_packed_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
-    path = make(tokenizer_files, tmp_path / "plain", "llama", num_hidden_layers=1)
+def test_a_damaged_packed_checkpoint_is_named(tmp_path: Path) -> None:
+    path = make(tmp_path / "plain", "llama", num_hidden_layers=1)
     file = pack_checkpoint(path, GPTQ) / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.0.self_attn.q_proj"
