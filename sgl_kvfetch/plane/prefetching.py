@@ -17,9 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
 
@@ -43,18 +41,10 @@ class Prefetcher:
         self._lying: dict[int, ExitStack] = {}  # side pages in shared memory, by number
 
     def look_up(self, command: m.LookUp) -> None:
-        if command.is_idle:
-            self._order.engine.clear()
         self._prompts.tasks.begin(self._look_up(command))
 
     def fetch(self, command: m.FetchPages | m.FetchSide) -> None:
-        fetch: Coroutine[Any, Any, None]
-        if isinstance(command, m.FetchSide):
-            fetch = self._fetch_side(command)
-        else:
-            if command.is_idle:
-                self._order.engine.clear()
-            fetch = self._fetch_pages(command)
+        fetch = self._fetch_side(command) if isinstance(command, m.FetchSide) else self._fetch_pages(command)
         self._under_way[command.work] = self._prompts.tasks.begin(fetch)
 
     def release(self, work: int) -> None:

@@ -97,6 +97,8 @@ class Service:
 
     def serve(self, command: m.Command) -> None:
         """Begin to carry out a command. Never waits."""
+        if isinstance(command, m.Stage | m.FetchPages) and command.is_idle:
+            self._prompts.order.engine.clear()
         match command:
             case m.LookUp():
                 self._prefetcher.look_up(command)

@@ -246,8 +246,6 @@ class Stager:
     # Transitions, in their order
 
     def begin(self, command: m.Stage) -> None:
-        if command.is_idle:
-            self._order.engine.clear()
         request = timeline.Request(command.request_id, command.traceparent)
         asked = _Asked(command.work, len(split_hashes(command.hashes)), request)
         self._works[asked.work] = LookingUp(asked, self._prompts.tasks.begin(self._stage(command)))

@@ -44,8 +44,10 @@ def _cache():
 
 
 def _is_under_way(cache):
-    offloads = cache.linker.cache_linker._offloads._queue
-    return any(offload.source is not None and not offload.source.is_closed for offload in offloads)
+    from sgl_kvfetch.plugin.device.offloads import Copying
+
+    states = [offload.state for offload in cache.linker.cache_linker._offloads._queue]
+    return any(isinstance(state, Copying) and not state.source.is_closed for state in states)
 
 
 def _protect(cache, protection):

@@ -30,6 +30,7 @@ from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.processes import SLEEPING_THREADS
 from sgl_kvfetch.protocol import Watch
+from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.user_files import replace_file
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ class OwnCalibration:
         self._watch = watch
         self._num_threads = num_threads
         self._on_end = on_end
-        self._shown: Windows | None = None
+        self._shown: Windows = ()
         self._lock: int | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._ended: asyncio.Task[None] | None = None
+        self._tasks = Tasks()  # one at most, which awaits the process's end
         self._is_paused = False
         self._can_pause = False  # it has seen to it that it ends with this process, also while it is stopped
         self._has_failed = False  # and is not tried again
@@ -147,16 +148,15 @@ class OwnCalibration:
             )
             await asyncio.to_thread(self._delete)
             return
-        self._ended = asyncio.get_running_loop().create_task(self._await_end(self._process))
+        self._tasks.begin(self._await_end(self._process))
 
     def _prepare(self) -> Job | None:
         """Write the prompts, and return what there is to do; None if there is nothing, or another server of this
         machine is at it. Raises OSError."""
         prompts, watch = self._folder / "prompts", self._watch
-        if (self._shown is None and not prompts.exists()) or not self._take_lock() or self.profile is not None:
+        if not (self._shown or prompts.exists()) or not self._take_lock() or self.profile is not None:
             return None
         if not prompts.exists():
-            assert self._shown is not None
             write_prompts(prompts, self._shown)
         model = watch.model_folder, watch.model_name, watch.weights, watch.needs.tp_size
         files = (str(self._folder / name) for name in ("prompts", "unfinished", "profile"))
@@ -195,8 +195,7 @@ class OwnCalibration:
         self._is_closed = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-        if self._ended is not None:
-            await self._ended
+        await self._tasks.join()
 
     def _delete(self) -> None:
         with contextlib.suppress(OSError):

@@ -34,8 +34,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -340,16 +340,21 @@ class _Lane:
     after: list[Fence] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class _Running:
-    """A batch's loads, with slots as `CudaPages.open_load` returns them, until SGLang has finished them."""
+@dataclass(frozen=True, eq=False)
+class _Launched:
+    """What of a batch's loads was launched. ``coded`` keeps memory that the device uses until ``done``."""
 
-    loads: list[Load]  # keeps memory that the device uses until `done`
-    after: list[Fence]  # the pool's slots are written after these
-    launching: Future[None] | None = None  # done when everything that will be launched was launched
-    done: Event | None = None
-    coded: dict[Load, CodedLoad] = field(default_factory=dict)  # keeps memory, as `loads` does
-    is_complete: bool = False  # whether all loads were launched
+    coded: Mapping[Load, CodedLoad]
+    done: Event
+    is_complete: bool  # whether all loads were
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """A batch's loads, until SGLang has finished them. They keep memory that the device uses, as `_Launched` does."""
+
+    loads: Sequence[Load]
+    launching: Future[_Launched]  # done when nothing more will be launched
 
 
 class GpuLoader(Loader):
@@ -405,9 +410,7 @@ class GpuLoader(Loader):
         self._pins.submit(self._pin_next, present, itertools.chain(first, kept))
 
     def pause(self) -> None:
-        for running in self._running.values():
-            assert running.launching is not None
-            running.launching.exception()
+        wait([running.launching for running in self._running.values()])
         self._may_pin.clear()
         is_paused = threading.Event()
         self._pins.submit(self._pause_pins, is_paused)
@@ -464,8 +467,7 @@ class GpuLoader(Loader):
         for load in loads:
             sides = [replace(side, slots=self._pages.open_load(side.slots)) for side in load.sides]
             opened.append(replace(load, slots=self._pages.open_load(load.slots), sides=sides))
-        self._running[index] = running = _Running(opened, self._pages.fences())
-        running.launching = self._thread.submit(self._run, index, running)
+        self._running[index] = _Running(opened, self._thread.submit(self._run, index, opened, self._pages.fences()))
         return index
 
     def finish(self, index: int) -> bool:
@@ -495,19 +497,17 @@ class GpuLoader(Loader):
     def _end(self, running: _Running) -> bool:
         """Wait until the device has finished with a batch's loads, and release what they held. Return whether their
         cells were sound."""
-        assert running.launching is not None
-        running.launching.exception()
-        if running.done is not None:
-            running.done.synchronize()
-        wrong = {load: coded.num_wrong() for load, coded in running.coded.items()} if running.is_complete else {}
+        launched = running.launching.result()
+        launched.done.synchronize()
+        wrong = {load: coded.num_wrong() for load, coded in launched.coded.items()} if launched.is_complete else {}
         num_wrong = sum(wrong.values())
         if any(load.staged.code is not None for load in running.loads):
-            self._failures = 0 if running.is_complete and not num_wrong else self._failures + 1
+            self._failures = 0 if launched.is_complete and not num_wrong else self._failures + 1
             if self.restores_code and self._failures >= _MOST_FAILURES:
                 self._restore_no_more()
         for load in running.loads:
-            load.on_end(running.is_complete and not wrong.get(load))
-        if not running.is_complete:
+            load.on_end(launched.is_complete and not wrong.get(load))
+        if not launched.is_complete:
             metrics.MISSES.labels("load", "failed").inc()
         if num_wrong:
             metrics.MISSES.labels("load", "corrupt").inc()
@@ -525,15 +525,17 @@ class GpuLoader(Loader):
 
     # On the loading thread
 
-    def _run(self, index: int, running: _Running) -> None:
+    def _run(self, index: int, loads: Sequence[Load], after: Sequence[Fence]) -> _Launched:
         """Launch loads layer by layer, on the thread that loads. A failure ends all of them: their requests are
-        computed."""
+        computed. The pool's slots are written ``after`` these fences."""
+        coded: dict[Load, CodedLoad] = {}
+        is_complete = False
         try:
             restored: dict[int, Fence] = {}  # by lane
             for lane in self._lanes:
-                lane.after = [*running.after]
-            parts_of = [self._twice_at_most(partial(self._open, load, running)) for load in running.loads]
-            sides = itertools.chain.from_iterable(map(self._side_parts, running.loads))
+                lane.after = [*after]
+            parts_of = [self._twice_at_most(partial(self._open, load, coded)) for load in loads]
+            sides = itertools.chain.from_iterable(map(self._side_parts, loads))
             for number, layer in enumerate(self._pools.layers):
                 parts = () if layer is None else itertools.chain.from_iterable(parts(layer) for parts in parts_of)
                 for part in itertools.chain(sides, parts):  # all side pages before the first layer
@@ -542,16 +544,14 @@ class GpuLoader(Loader):
                 self.counter.complete(index, number, tuple(restored.values()))
             self._join()
             with self._device.launching(self._copies) as launch:
-                for coded in running.coded.values():
-                    launch(coded.fetch_results)
-            running.is_complete = True
+                for each in coded.values():
+                    launch(each.fetch_results)
+            is_complete = True
         except Exception as error:
             logger.exception("kvfetch: loading failed; the CPU will decode these segments")
             self.counter.fail(index, error)
-        finally:
-            if not running.is_complete:
-                self._join()  # what was launched may still run
-            running.done = self._device.mark(self._copies)
+            self._join()  # what was launched may still run
+        return _Launched(coded, self._device.mark(self._copies), is_complete)
 
     @staticmethod
     def _twice_at_most(launch: Callable[[], V]) -> V:
@@ -595,13 +595,14 @@ class GpuLoader(Loader):
         for lane in self._lanes:
             self._copies.wait_event(lane.stream.record_event())
 
-    def _open(self, load: Load, running: _Running) -> Callable[[int], Iterator[_WorksOfPart]]:
-        """Return a function that yields the parts of a load that a layer needs beside those of layers before."""
+    def _open(self, load: Load, opened: dict[Load, CodedLoad]) -> Callable[[int], Iterator[_WorksOfPart]]:
+        """Return a function that yields the parts of a load that a layer needs beside those of layers before. What is
+        coded is ``opened``."""
         memory, code = self._memory_of(load.staged.memory), load.staged.code
         if code is None:
             return partial(self._copy_values, load, memory)
         coded = CodedLoad(self._pages, self._device, self._copies, self._lane_bytes, code, memory, load.slots)
-        running.coded[load] = coded
+        opened[load] = coded
         with self._device.launching(self._copies) as launch:
             for work in coded.begin():
                 launch(work)

@@ -1,7 +1,9 @@
 """Writes the pages that SGLang hands over. They are copied out of the pool on another thread.
 
 SGLang does not say where a node's pages stand in their sequence, which quantising and joining them need. But once it
-has queued an offload it keeps the node, which knows its prefix. So an offload begins in the step after that.
+has queued an offload it keeps the node, which knows its prefix. So an offload begins in the step after that:
+
+    Queued ---> Copying ---> Over
 
 SGLang hands a node over once. Since then, the store may have lost its pages, or another store may have been attached.
 So an offload also writes pages before its own that the store is not known to have. Without them, it would not be found.
@@ -69,17 +71,29 @@ class _StoredPages:
         return range(others[0], others[-1] + 1) if others else range(0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Queued:
+    """``sides``: the node's side pages, each with its pool, the hash of its page, and its slots."""
+
+    sides: Sequence[tuple[str, str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copying:
+    source: GuardedSource
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """``is_whole``: whether all pages were queued for writing. ``dropped``: the hashes of those that were not."""
+
+    is_whole: bool
+    dropped: Sequence[str] = ()
+
+
 @dataclass(slots=True, eq=False)
 class _Offload:
-    """``sides``: the node's side pages, each with its pool, the hash of its page, and its slots.
-    ``result``: whether all pages were queued for writing; None before that is known. ``dropped``: the hashes of the
-    pages that were not."""
-
-    sides: Sequence[tuple[str, str, torch.Tensor]] = ()
-    is_begun: bool = False
-    result: bool | None = None
-    dropped: Sequence[str] = ()
-    source: GuardedSource | None = None
+    state: Queued | Copying | Over
 
 
 class Offloads:
@@ -90,8 +104,7 @@ class Offloads:
         self._pages = pages
         self._pools = pools
         self._is_writer = is_writer
-        self._plane: DataPlane | None = None
-        self._access: Access | None = None
+        self._to: tuple[DataPlane, Access] | None = None  # what is attached
         self._queue: deque[_Offload] = deque()
         self._stored = _StoredPages()  # known to this rank alone: it decides only what is copied
         self._num_losses = 0
@@ -102,26 +115,27 @@ class Offloads:
 
     def connect(self, plane: DataPlane, access: Access) -> None:
         """Write to a store from now on."""
-        self._plane, self._access = plane, access
+        self._to = plane, access
         self._num_losses = plane.num_losses
 
     def disconnect(self) -> None:
         """Write no more. What is under way has failed."""
         self.stop_reading()
         for offload in self._queue:
-            offload.is_begun, offload.result = True, bool(offload.result)
+            if not isinstance(offload.state, Over):
+                offload.state = Over(False)
         self._stored.clear()
-        self._plane = self._access = None
+        self._to = None
 
     def stop_reading(self) -> None:
         """End all copies. Nothing reads from the pool afterwards."""
         for offload in self._queue:
-            if offload.source is not None:
-                offload.source.close()
+            if isinstance(offload.state, Copying):
+                offload.state.source.close()
 
     def add(self, sides: Iterable[PoolTransfer] = ()) -> None:
         """Queue an offload of the node that SGLang hands over now. ``sides``: its side pages."""
-        self._queue.append(_Offload([side for transfer in sides for side in self._side_pages(transfer)]))
+        self._queue.append(_Offload(Queued([side for transfer in sides for side in self._side_pages(transfer)])))
 
     def loaded(self, sides: Iterable[PoolTransfer]) -> None:
         """Record that side pages came from the store."""
@@ -152,32 +166,31 @@ class Offloads:
         spare = spare_tokens(tree)
         leaves_half = spare >= tree.token_to_kv_pool_allocator.size // 2
         self._has_spare_slots = leaves_half and spare > wanted_tokens()
-        if not self._queue[-1].is_begun:
+        if isinstance(self._queue[-1].state, Queued):
             for offload, pending in zip(self._queue, tree.linker.pending_offloads, strict=True):
-                if not offload.is_begun:
-                    offload.is_begun = True
-                    self._begin(offload, tree, pending.lock_node_id)
+                if isinstance(offload.state, Queued):
+                    self._begin(offload, offload.state, tree, pending.lock_node_id)
 
-    def _begin(self, offload: _Offload, tree: Any, node: Any) -> None:
+    def _begin(self, offload: _Offload, queued: Queued, tree: Any, node: Any) -> None:
         """Begin to write those pages of a node that are not stored yet."""
-        assert self._plane is not None
-        assert self._access is not None
-        if self._plane.num_losses != self._num_losses:
+        assert self._to is not None
+        plane, access = self._to
+        if plane.num_losses != self._num_losses:
             # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
-            self._num_losses = self._plane.num_losses
+            self._num_losses = plane.num_losses
             self._stored.clear()
-        if not self._access.writes or not self._is_writer:
-            offload.result = self._access.writes
+        if not access.writes or not self._is_writer:
+            offload.state = Over(access.writes)
             return
         path = [*tree.tree_core.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
         size, slots = self._pages.geometry.page_size, tree.path_device_indices(node)
         new = self._stored.range_of_others(path)
-        sides = self._new_sides(offload, path, tree.tree_core, node)
+        sides = self._new_sides(queued, path, tree.tree_core, node)
         if sides:
             pages = [page for _, page in sides]
             new = range(min([*pages, *new[:1]]), max([*pages, *new[-1:]]) + 1)
         if not new:
-            offload.result = True
+            offload.state = Over(True)
             return
         hashes = path[new.start : new.stop]
         hashes_of_sides = [(page - new.start, _side_hash(name, path[page])) for name, page in sides]
@@ -188,28 +201,28 @@ class Offloads:
         for name in self._pools.following:
             numbers |= {(name, page): number for number, page in enumerate(new)}
             side_reads[name] = self._pages.open_side_reads(self._pools.side_buffers[name], slots)
-        offload.source = source = GuardedSource(reads, side_reads)
-        rows = offload.source.num_rows
+        source = GuardedSource(reads, side_reads)
+        rows, offload.state = source.num_rows, Copying(source)
         write = partial(
-            self._plane.write,
+            plane.write,
             new.start,
             hash_bytes([path[new.start - 1]])[0] if new.start else None,
             hash_bytes(hashes),
             range(len(hashes)),
-            offload.source.read,
+            source.read,
             {(name, page - new.start): partial(source.read_side, name, i) for (name, page), i in numbers.items()},
-            quantising=Quantising(rows, partial(offload.source.quantise, new.start)) if rows else None,
-            may_wait=partial(self._may_wait, offload.source),
+            quantising=Quantising(rows, partial(source.quantise, new.start)) if rows else None,
+            may_wait=lambda: self._has_spare_slots and not source.is_closed,  # SGLang keeps their slots that long
         )
         self._copies.put(partial(_copy, write, offload, hashes, hashes_of_sides))
 
-    def _new_sides(self, offload: _Offload, path: Sequence[str], core: Any, node: Any) -> dict[SideKey, torch.Tensor]:
+    def _new_sides(self, queued: Queued, path: Sequence[str], core: Any, node: Any) -> dict[SideKey, torch.Tensor]:
         """Return the slots of side pages that are to be written, by pool and page of ``path``. SGLang locks a node with
         the window at its end, also where that begins in nodes before it."""
         if not self._pools.handed_over:
             return {}
         position = {page_hash: page for page, page_hash in enumerate(path)}
-        found = {(name, position[page_hash]): slots for name, page_hash, slots in offload.sides}
+        found = {(name, position[page_hash]): slots for name, page_hash, slots in queued.sides}
         for page, slots in self._pools.window_pages(core, node, len(path), self._pages.geometry.page_size):
             found.setdefault((PoolName.SWA.value, page), slots)
         new = [key for key in sorted(found) if _side_hash(key[0], path[key[1]]) not in self._stored]
@@ -226,21 +239,17 @@ class Offloads:
             reads[name] = self._pages.open_side_reads(self._pools.side_buffers[name], slots)
         return numbers, reads
 
-    def _may_wait(self, source: GuardedSource) -> bool:
-        """Return whether pages may wait in the pool for room in the write queue. SGLang keeps their slots that long."""
-        return self._has_spare_slots and not source.is_closed
-
     @property
     def num_completed(self) -> int:
         """How many have ended, from the first on."""
-        return next((i for i, each in enumerate(self._queue) if each.result is None), len(self._queue))
+        return next((i for i, each in enumerate(self._queue) if not isinstance(each.state, Over)), len(self._queue))
 
     def pop(self) -> bool:
         """Remove the first one, which has ended. Return whether its pages were queued for writing."""
-        offload = self._queue.popleft()
-        assert offload.result is not None
-        self._stored.remove(offload.dropped)
-        return offload.result
+        over = self._queue.popleft().state
+        assert isinstance(over, Over)
+        self._stored.remove(over.dropped)
+        return over.is_whole
 
     def drop_all(self) -> None:
         """Forget all offloads, and end their copies: SGLang forgets them, too."""
@@ -267,5 +276,5 @@ def _copy(write: Callable[[], int], offload: _Offload, hashes: Sequence[str], si
     """Copy pages out of the pool and queue them for writing, by ``write``, which returns how many were queued.
     ``sides``: the side pages' pages, and what `_side_hash` says of them."""
     num_queued = write()
-    offload.dropped = [*hashes[num_queued:], *(each for page, each in sides if page >= num_queued)]
-    offload.result = num_queued == len(hashes)
+    dropped = [*hashes[num_queued:], *(each for page, each in sides if page >= num_queued)]
+    offload.state = Over(num_queued == len(hashes), dropped)

@@ -9,6 +9,7 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import LoopClock
 from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.plugin.device.offloads import Copying
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, Request, Rig, prompt
 from tests.plugin.queues import fill_queue
@@ -183,7 +184,8 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
 
     def wait_until_unused(timeout_s: float) -> bool:
         assert 1 < timeout_s < 600
-        assert all(offload.source is not None and offload.source.is_closed for offload in rig.linker._offloads._queue)
+        states = [offload.state for offload in rig.linker._offloads._queue]
+        assert all(isinstance(state, Copying) and state.source.is_closed for state in states)
         return next(answers)
 
     monkeypatch.setattr(rig.linker._pages, "wait_until_unused", wait_until_unused)
