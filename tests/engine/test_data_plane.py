@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -11,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -371,33 +369,6 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
     assert fetch(plane, hashes)[0] == NUM_PAGES
 
 
-def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlane, launcher: Launcher) -> None:
-    hashes = page_hashes(NUM_PAGES)
-    values = store(plane, hashes)
-    rng, killed = random.Random(0), threading.Event()
-
-    def kill_now_and_then() -> None:
-        for _ in range(3):
-            if killed.wait(rng.uniform(0.0, 0.3)):
-                return
-            process = launcher.started[-1].process
-            process.kill()
-            wait_until(partial(_is_replaced, launcher, process))
-        killed.set()
-
-    killer = threading.Thread(target=kill_now_and_then)
-    killer.start()
-    try:
-        while not killed.is_set():
-            num_pages, pool = fetch(plane, hashes)
-            for tensor in TENSORS:
-                assert torch.equal(pool[tensor][:num_pages], values[tensor][:num_pages])
-    finally:
-        killed.set()
-        killer.join(WAIT_S)
-    wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
-
-
 class _Nobody:
     """Stands for a data plane, and serves nothing."""
 
@@ -417,17 +388,6 @@ class _Nobody:
 
     def is_busy(self) -> bool:
         return False
-
-
-def test_what_was_asked_ends_with_the_data_plane() -> None:
-    nobody = _Nobody()
-    asked = nobody.peer.ask(m.Stage(1, b""), Staged(1))
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(asked.result, WAIT_S)
-        nobody.kill()
-        nobody.peer.serve(threading.Event())
-        nobody.peer.end()
-        assert waiting.result(WAIT_S) == Staged(ANY, reason=Reason.DATA_PLANE)
 
 
 @pytest.mark.parametrize("in_steps", [False, True])
@@ -495,17 +455,6 @@ def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launch
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: len(launcher.started) >= 2)
     assert plane.num_losses == 0
-
-
-def test_a_silent_data_plane_that_is_busy_has_more_time(
-    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(run_module, "_RUNNING_TICKS", (0, 8))
-    monkeypatch.setattr(launcher.started[0], "is_busy", lambda: not asked.append(True))  # type: ignore[func-returns-value]
-    launcher.signal(signal.SIGSTOP)
-    wait_until(lambda: len(launcher.started) >= 2)
-    assert len(asked) > 8
 
 
 @pytest.mark.parametrize(("is_busy", "num_ticks"), [(False, 3), (True, 9)])
@@ -659,24 +608,6 @@ def test_the_gauges_of_a_killed_data_plane_go_with_it(
         wait_until(lambda: not gauges.exists())
     finally:
         plane.close()
-
-
-def test_closing_does_not_mind_gauges_that_another_thread_removes(
-    url: str, tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever joins a data plane removes them: the thread that closes it, and the one that watches it."""
-
-    def remove(pid: int) -> None:
-        raise FileNotFoundError(pid)
-
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    monkeypatch.setattr("prometheus_client.multiprocess.mark_process_dead", remove)
-    open_plane(url, launcher).close()
-    assert launcher.started[0].join(WAIT_S)
-
-
-def _is_replaced(launcher: Launcher, process: subprocess.Popen[bytes]) -> bool:
-    return launcher.started[-1].process is not process
 
 
 def test_the_data_plane_ends_with_its_engine() -> None:

@@ -129,10 +129,10 @@ async def test_what_is_stored_as_it_was_computed_is_sound(make: Callable[..., Be
     hashes = await bench.store(values)
     before = results()
     noise = torch.Generator().manual_seed(0)
-    for _ in range(6):  # sums in another order
+    for _ in range(2):  # sums in another order
         again = CellValues(*(x * (1 + 1e-7 * torch.randn(x.shape, generator=noise)) for x in values))
         assert await bench.hit(hashes, again) == PAGES - 8
-    assert since(before) == {"sound": 6}
+    assert since(before) == {"sound": 2}
     assert not bench.auditor.is_over
 
 
@@ -217,16 +217,6 @@ async def test_values_that_are_not_the_models_are_found(
     assert "3 of the last 3 audits" in bench.auditor.record.why_off
     assert make(quantiser).auditor.is_over  # this machine remembers it
     assert num_manifests(tmp_path) == 3  # the store may be right
-
-
-async def test_what_one_server_has_found_outlives_what_another_finds(make: Callable[..., Bench]) -> None:
-    """Both run on one machine, and keep the same file."""
-    other, bench, computed = make(KLT), make(KLT), values_of(PROFILE, NUM_TOKENS)
-    sound = await other.store(computed, "sound")
-    assert await audits_until_over(bench, other_weights(computed), computed) == 3
-    await other.hit(sound, computed)
-    assert not other.auditor.is_over
-    assert make(KLT).auditor.is_over
 
 
 @pytest.mark.parametrize("quantiser", [EXACT, KLT], ids=["exact", "klt"])
@@ -316,14 +306,14 @@ async def test_hits_are_audited_by_chance_and_the_first_one_soon(
 ) -> None:
     computed = values_of(PROFILE, NUM_TOKENS)
     audited, make_random = [], random.Random
-    for seed in range(3):
+    for seed in range(2):
         monkeypatch.setattr("sgl_kvfetch.plane.audit.random.Random", lambda seed=seed: make_random(seed))
         bench = make(EXACT, share=0.01)
         hashes = await bench.store(computed)
         audited.append([i for i in range(1, 1001) if await bench.served(hashes) < PAGES])
     assert all(which[0] <= 50 for which in audited)
     assert all(5 <= len(which) <= 20 for which in audited)
-    assert len({tuple(which) for which in audited}) == 3
+    assert len({tuple(which) for which in audited}) == 2
 
 
 async def test_after_one_that_is_wrong_the_next_hits_are_audited(make: Callable[..., Bench]) -> None:
@@ -335,19 +325,6 @@ async def test_after_one_that_is_wrong_the_next_hits_are_audited(make: Callable[
     assert served == [PAGES] * first + [PAGES - 8] + [0] * (50 - first)
     assert await audits_until_over(bench, other_weights(computed), computed) == 2
     assert "3 of the last 3 audits" in bench.auditor.record.why_off
-
-
-async def test_other_ranks_compare_what_the_first_one_has_cut(make: Callable[..., Bench]) -> None:
-    bench, computed = make(EXACT, cuts=False), values_of(PROFILE, NUM_TOKENS)
-    hashes = await bench.store(computed)
-    before = results()
-    for _ in range(3):
-        assert await bench.hit(hashes, computed) == PAGES
-    assert since(before) == {}
-    rest = computed.tokens(slice((PAGES - 8) * SIZE, None))
-    bench.auditor.handed_over(batch(rest, hashes[PAGES - 8 :], PAGES - 8, hashes[: PAGES - 8]))
-    await bench.auditor._tasks.join()
-    assert since(before) == {"sound": 1}
 
 
 async def test_what_one_writer_stores_ends_no_reads_of_what_others_do(make: Callable[..., Bench]) -> None:
@@ -369,16 +346,6 @@ async def test_what_one_writer_stores_ends_no_reads_of_what_others_do(make: Call
         assert await bench.client.finder.find_pages(hashes, 60.0) == []
     bench.auditor._distrusted = dict.fromkeys(bench.auditor._distrusted, 0.0)  # ten minutes later
     assert await bench.served(wrong[3]) == PAGES - 8
-
-
-async def test_many_writers_that_are_wrong_end_no_reads_while_another_is_right(make: Callable[..., Bench]) -> None:
-    computed = values_of(PROFILE, NUM_TOKENS)
-    good, bench = make(EXACT, writer="good"), make(EXACT, writer="own")
-    await bench.hit(await good.store(computed), computed)
-    for number in range(5):
-        wrong = await make(EXACT, writer=f"name {number}").store(other_weights(computed), f"{number}")
-        await bench.hit(wrong, computed)
-    assert not bench.auditor.is_over
 
 
 async def test_a_segment_that_was_written_again_meanwhile_is_served_and_stays(make: Callable[..., Bench]) -> None:

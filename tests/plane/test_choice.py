@@ -19,19 +19,9 @@ from sgl_kvfetch.plane.choice import (
     FetchOrRecompute,
     Turn,
 )
-from tests.plugin.test_prefill import MEASURED, fed_as_measured
 from tests.segments import page_hashes
 
 PAGE_TOKENS, PAGES = 16, 64
-
-
-@pytest.mark.parametrize(("gbps", "expected"), [(0.02, False), (0.1, True), (1.0, True)])
-def test_the_faster_way_is_chosen_for_each_length(gbps: float, expected: bool) -> None:
-    """By the bytes and the times of the same table, before any fetch has been measured."""
-    speed, choice = fed_as_measured(), FetchOrRecompute()
-    for size in MEASURED:
-        cost = Cost(1.77e6 * size / 1024 * 8 / (gbps * 1e9), 0.0)
-        assert choice.decide(size, cost, speed.seconds_saved(size)).is_fetched == expected
 
 
 @pytest.mark.parametrize(
@@ -176,14 +166,6 @@ def test_a_link_that_could_not_be_measured_is_tried_again_later_or_for_longer() 
     order.begin("a", 100.0)
     order.ended(101.1, is_whole=False)
     assert order.ask("b", None, now_s=106.0)
-
-
-def test_a_link_that_was_measured_needs_no_deadline() -> None:
-    order = Order()
-    assert order.ask("a", 0.5)
-    turn = order.begin("a", 100.0)
-    assert turn.end_s == math.inf
-    assert turn.compute_s == pytest.approx(1.024)
 
 
 def test_a_fetch_that_ends_frees_the_link_and_those_that_sglang_dropped_are_forgotten() -> None:

@@ -256,17 +256,6 @@ async def test_a_server_of_another_store_keeps_its_calibration(
             assert list((cache / "calibrations").iterdir()) == [folder]
 
 
-async def test_a_server_that_does_not_calibrate_deletes_nothing_of_its_neighbours(
-    model: Path, config: KVFetchConfig, cache: Path
-) -> None:
-    folder = cache_folder("calibrations", fingerprint_model(str(model)), config.store)
-    async with finding(config, model) as found:
-        await found.begin_paused()
-        async with finding(config, model) as neighbour:
-            await neighbour.finder._own.forget()
-        assert (folder / "prompts").exists()
-
-
 def test_what_servers_have_left_is_deleted_after_a_week(cache: Path) -> None:
     """Of any model: users' token ids are in it. But not what a server is at."""
     names = {"old": 8, "young": 6, "in use": 8}

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, TensorName
-from tests.fetchers import make_fetcher
+from tests import fetchers
 from tests.segments import SMALL, make_segment
 
 NUM_PAGES = 8
@@ -96,9 +97,28 @@ async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, to
 
 
 @pytest.fixture
-def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        yield make_fetcher(store, pool, inflight_bytes=4000, may_delete=True)
+def decoders() -> Iterator[DecodePool[Decoders]]:
+    with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
+        yield decoders
+
+
+MakeFetcher = Callable[..., Fetcher]
+
+
+@pytest.fixture
+def make_fetcher(store: SpoiltStore, decoders: DecodePool[Decoders]) -> MakeFetcher:
+    """Makes fetchers that report damage, unless a test says otherwise."""
+
+    def make(pool: DecodePool[Decoders] = decoders, *, may_delete: bool = True, **options: Any) -> Fetcher:
+        return fetchers.make_fetcher(store, pool, may_delete=may_delete, **options)
+
+    return make
+
+
+@pytest.fixture
+def fetcher(make_fetcher: MakeFetcher) -> Fetcher:
+    """With room for a part of a segment."""
+    return make_fetcher(inflight_bytes=4000)
 
 
 Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
@@ -161,12 +181,11 @@ async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
 
 
 @pytest.fixture
-def choosing(store: SpoiltStore) -> Iterator[Fetcher]:
+def choosing(make_fetcher: MakeFetcher) -> Fetcher:
     """A fetcher whose spans are read in the ways that a `Recorder` takes."""
-    with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = make_fetcher(store, pool)
-        fetcher.reads.chooser = Recorder(fetcher)
-        yield fetcher
+    fetcher = make_fetcher(may_delete=False)
+    fetcher.reads.chooser = Recorder(fetcher)
+    return fetcher
 
 
 @pytest.fixture

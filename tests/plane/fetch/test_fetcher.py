@@ -11,21 +11,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from harness.waiting import WAIT_S, LoopClock, until, until_idle
+from harness.waiting import WAIT_S, until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import ReadSize, ReadUnit, read_units
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoder import make_targets, transcode
-from tests.fetchers import make_fetcher
 from tests.plane.fetch.conftest import (
-    NUM_PAGES,
+    MakeFetcher,
     PoisonedPool,
     Segment,
     SpoiltStore,
@@ -33,7 +29,6 @@ from tests.plane.fetch.conftest import (
     fetch,
     holds,
     measured_link,
-    queued_bytes,
     sources,
 )
 from tests.segments import SMALL, make_segment
@@ -58,62 +53,28 @@ async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment
     assert store.num_gets == len(units[1]) + len(units[2])
 
 
-async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    wanted = sources(segment, range(2))
-    fetcher.reads.read_ahead(wanted, expire_s=60)
-    fetcher.reads.read_ahead(wanted, expire_s=60)
-    await until(lambda: store.num_gets > 0)
-    pool = PoisonedPool(2)
-    assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
-    assert holds(pool, segment, range(2), [0, 1])
-    reader = wanted[0].reader
-    assert store.num_gets == len(read_units(reader, 0, ReadSize(600)))
-    await assert_nothing_held(fetcher)
-
-
-async def test_a_span_that_two_batches_share_is_read_once(
-    fetcher: Fetcher, segment: Segment, store: SpoiltStore
-) -> None:
-    pool = PoisonedPool(8)
-    fetcher.reads.read_ahead(sources(segment, range(1, 6)), expire_s=60)
-    assert (await fetch(fetcher, sources(segment, [1, 2]), pool, [1, 2])).num_pages == 2
-    assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
-    assert holds(pool, segment, range(1, 6), range(1, 6))
-    reader = sources(segment, [0])[0].reader
-    assert store.num_gets == sum(len(read_units(reader, span, ReadSize(600))) for span in range(3))
-
-
 async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
-    store: SpoiltStore, segment: Segment
+    store: SpoiltStore, segment: Segment, make_fetcher: MakeFetcher
 ) -> None:
     wanted = sources(segment, range(8))
     largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, ReadSize(600)))
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = make_fetcher(store, pool, inflight_bytes=8 * 20 * largest)
-        for page in (0, 2, 4):
-            assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
+    fetcher = make_fetcher(inflight_bytes=8 * 20 * largest, may_delete=False)
+    for page in (0, 2, 4):
+        assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
+    num_gets = store.num_gets
+    for page in (1, 3, 5):
+        memory = PoisonedPool(8)
+        assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
+        assert holds(memory, segment, [page], [page])
+    assert store.num_gets == num_gets
+
+    bounded = make_fetcher(inflight_bytes=8 * largest, may_delete=False)
+    for page in (0, 2, 4):
+        await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
+    for page, is_kept in ((5, True), (1, False)):  # only the last span
         num_gets = store.num_gets
-        for page in (1, 3, 5):
-            memory = PoisonedPool(8)
-            assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
-            assert holds(memory, segment, [page], [page])
-        assert store.num_gets == num_gets
-
-        bounded = make_fetcher(store, pool, inflight_bytes=8 * largest)
-        for page in (0, 2, 4):
-            await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
-        for page, is_kept in ((5, True), (1, False)):  # only the last span
-            num_gets = store.num_gets
-            assert (await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
-            assert (store.num_gets == num_gets) == is_kept
-
-
-async def test_reading_ahead_is_bounded_and_expires(fetcher: Fetcher, segment: Segment) -> None:
-    clock = LoopClock()
-    fetcher.reads.read_ahead(sources(segment, range(8)), expire_s=60)
-    await until(lambda: 0 < queued_bytes() <= 2000)
-    await clock.advance(60)
-    await assert_nothing_held(fetcher)
+        assert (await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
+        assert (store.num_gets == num_gets) == is_kept
 
 
 async def test_a_failed_read_ahead_is_not_kept_for_a_fetch(
@@ -152,18 +113,19 @@ async def test_a_begun_span_that_came_damaged_is_read_again(
     assert holds(pool, segment, [2], [2])
 
 
-async def test_a_reader_whose_link_garbles_everything_deletes_nothing(store: SpoiltStore) -> None:
+async def test_a_reader_whose_link_garbles_everything_deletes_nothing(
+    store: SpoiltStore, make_fetcher: MakeFetcher
+) -> None:
     """It would find the same when it reads again: only the store can tell that its bytes are sound."""
     segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(20)]
     for coded, _ in segments:
         await commit_segment(store, coded)
     names = [coded.manifest.key.manifest_name for coded, _ in segments]
     store.flip_from = 0
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = make_fetcher(store, pool, inflight_bytes=4000, may_delete=True)
-        for segment in segments:
-            assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
-            await until_idle()
+    fetcher = make_fetcher(inflight_bytes=4000)
+    for segment in segments:
+        assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
+        await until_idle()
     assert store.reports == names
     store.flip_from = None
     assert {info.name async for info in store.list() if info.name.endswith(".kvm")} == set(names)
@@ -180,94 +142,62 @@ async def test_a_segment_that_the_store_finds_damaged_is_deleted(
 
 
 async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
-    segment: Segment, store: SpoiltStore
+    segment: Segment, store: SpoiltStore, make_fetcher: MakeFetcher
 ) -> None:
     """What is read ahead may come after the damage was found, and before the store has deleted the segment."""
     store.flip_from, store.is_damaged, store.answers = 0, True, asyncio.Event()
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
     memory = MemoryCache(bytearray(1 << 20), 1 << 20)
-    with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
-        fetcher = make_fetcher(store, decoders, may_delete=True, memory=memory)
-        assert (await fetch(fetcher, wanted[:2], pool, [0, 1])).num_pages == 0
-        fetcher.reads.read_ahead(wanted, expire_s=60)
-        await until(lambda: store.num_gets > 4 and fetcher.link.outstanding_bytes == 0)
-        store.answers.set()
-        await until_idle()
-        store.flip_from = None
-        await commit_segment(store, segment[0])
-        assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
-        assert holds(pool, segment, range(8), range(8))
-
-
-async def test_data_that_are_missing_are_reported(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    """Otherwise lookups would name the segment for ever, and nobody would write it again."""
-    (store.root / segment[0].data_name).unlink()
-    await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
+    fetcher = make_fetcher(memory=memory)
+    assert (await fetch(fetcher, wanted[:2], pool, [0, 1])).num_pages == 0
+    fetcher.reads.read_ahead(wanted, expire_s=60)
+    await until(lambda: store.num_gets > 4 and fetcher.link.outstanding_bytes == 0)
+    store.answers.set()
     await until_idle()
-    assert store.reports == [segment[0].manifest.key.manifest_name]
+    store.flip_from = None
+    await commit_segment(store, segment[0])
+    assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
+    assert holds(pool, segment, range(8), range(8))
 
 
-async def test_reports_are_bounded(store: SpoiltStore) -> None:
+async def test_reports_are_bounded(store: SpoiltStore, make_fetcher: MakeFetcher) -> None:
     """A segment is reported once at a time, and few segments are at once."""
     store.flip_from, store.answers = 0, asyncio.Event()
     segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(6)]
     for coded, _ in segments:
         await commit_segment(store, coded)
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = make_fetcher(store, pool, inflight_bytes=4000, may_delete=True)
-        for segment in segments * 2:
-            await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
-            await asyncio.sleep(0)
-        assert store.reports == [coded.manifest.key.manifest_name for coded, _ in segments[:4]]
-        store.answers.set()
-        await until_idle()
-        await fetch(fetcher, sources(segments[5], range(2)), PoisonedPool(2), [0, 1])
-        await until_idle()
+    fetcher = make_fetcher(inflight_bytes=4000)
+    for segment in segments * 2:
+        await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
+        await asyncio.sleep(0)
+    assert store.reports == [coded.manifest.key.manifest_name for coded, _ in segments[:4]]
+    store.answers.set()
+    await until_idle()
+    await fetch(fetcher, sources(segments[5], range(2)), PoisonedPool(2), [0, 1])
+    await until_idle()
     assert len(store.reports) == 5
 
 
-async def test_who_may_not_write_reports_nothing(segment: Segment, store: SpoiltStore) -> None:
+async def test_who_may_not_write_reports_nothing(
+    segment: Segment, store: SpoiltStore, make_fetcher: MakeFetcher
+) -> None:
     store.flip_from = 0
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = make_fetcher(store, pool, inflight_bytes=4000)
-        await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
-        await until_idle()
+    fetcher = make_fetcher(inflight_bytes=4000, may_delete=False)
+    await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
+    await until_idle()
     assert store.reports == []
 
 
-async def test_any_variant_gives_the_same_pages(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    coded, _ = segment
-    made = transcode(coded.manifest, coded.data, make_targets(["hevc", "hevc420", "deflate"], ["240p"]))
-    await commit_segment(store, made)
-    for variant in range(3):
-        reader = SegmentReader(made.manifest, make_quantiser("exact"), variant)
-        pool = PoisonedPool(8)
-        wanted = [PageSource(reader, page) for page in range(8)]
-        assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
-        assert holds(pool, segment, range(8), range(8))
-
-
-async def test_bytes_read_ahead_that_were_used_do_not_expire(
+async def test_a_missing_object_is_a_miss_and_is_reported(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
-    clock, faults = LoopClock(), []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
-    wanted = sources(segment, range(2))
-    fetcher.reads.read_ahead(wanted, expire_s=600)
-    await until(lambda: store.num_gets > 0)
-    assert (await fetch(fetcher, wanted, PoisonedPool(2), [0, 1])).num_pages == 2
-    await clock.advance(600)
-    await assert_nothing_held(fetcher)
-    assert faults == []
-
-
-async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    await store.delete(segment[0].manifest.key.manifest_name)
-    await store.delete(segment[0].data_name)
+    (store.root / segment[0].data_name).unlink()
     result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
     assert result.num_pages == 0
     assert isinstance(result.failures[0], StoreError)
     assert result.failures[0].reason == "missing"
+    await until_idle()
+    assert store.reports == [segment[0].manifest.key.manifest_name]  # or lookups would name it for ever
 
 
 async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
@@ -281,15 +211,6 @@ async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: 
     assert all(pool.is_poisoned(page) for page in range(8))
 
 
-async def test_many_fetches_at_once(fetcher: Fetcher, segment: Segment) -> None:
-    pools = [PoisonedPool(8) for _ in range(8)]
-    wanted = sources(segment, range(8))
-    results = await asyncio.gather(*(fetch(fetcher, wanted, pool, range(8)) for pool in pools))
-    assert [r.num_pages for r in results] == [8] * 8
-    assert all(holds(pool, segment, range(8), range(8)) for pool in pools)
-    await assert_nothing_held(fetcher)
-
-
 async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     store.gate.clear()
     destination = PoolPages(PoisonedPool(8), range(8))
@@ -300,16 +221,6 @@ async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment
         await task
     await assert_nothing_held(fetcher)
     assert not destination.write(pytest.fail)
-
-
-def test_span_parts() -> None:
-    coded, _ = make_segment(SMALL, NUM_PAGES, span_pages=4)
-    other, _ = make_segment(SMALL, 4, span_pages=4, seed="other")
-    exact = make_quantiser("exact")
-    first, second = SegmentReader(coded.manifest, exact), SegmentReader(other.manifest, exact)
-    wanted = [PageSource(first, p) for p in (2, 3, 4, 5)] + [PageSource(second, p) for p in (0, 1)]
-    parts = [(p.reader is first, p.span, p.request_pages, p.span_pages) for p in span_parts(wanted)]
-    assert parts == [(True, 0, (0, 1), (2, 3)), (True, 1, (2, 3), (0, 1)), (False, 0, (4, 5), (0, 1))]
 
 
 async def test_pages_that_are_not_fetched_measure_the_link(
@@ -359,26 +270,25 @@ async def test_a_fetch_goes_on_while_computing_would_take_longer(fetcher: Fetche
 
 
 async def test_the_link_is_left_to_others_once_all_is_requested(
-    store: SpoiltStore, segment: Segment, monkeypatch: pytest.MonkeyPatch
+    store: SpoiltStore, segment: Segment, monkeypatch: pytest.MonkeyPatch, make_fetcher: MakeFetcher
 ) -> None:
     monkeypatch.setattr(Link, "is_full", False)
     store.gate.clear()
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = make_fetcher(store, pool)
-        destination, is_requested = PoolPages(PoisonedPool(8), range(8)), asyncio.Event()
-        task = asyncio.create_task(
-            fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
-        )
-        await asyncio.wait_for(is_requested.wait(), WAIT_S)
-        assert not task.done()
-        assert store.num_gets == sum(
-            len(read_units(sources(segment, [0])[0].reader, span, ReadSize(600))) for span in range(4)
-        )
-        store.gate.set()
-        assert (await task).num_pages == 8
+    fetcher = make_fetcher(may_delete=False)
+    destination, is_requested = PoolPages(PoisonedPool(8), range(8)), asyncio.Event()
+    task = asyncio.create_task(
+        fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
+    )
+    await asyncio.wait_for(is_requested.wait(), WAIT_S)
+    assert not task.done()
+    assert store.num_gets == sum(
+        len(read_units(sources(segment, [0])[0].reader, span, ReadSize(600))) for span in range(4)
+    )
+    store.gate.set()
+    assert (await task).num_pages == 8
 
 
-async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) -> None:
+async def test_what_is_decoded_is_bounded(segment: Segment, make_fetcher: MakeFetcher) -> None:
     wanted = sources(segment, range(8))
     reader = wanted[0].reader
     cells = [cell for span in range(4) for cell in reader.manifest.span_cells(span)]
@@ -399,7 +309,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
         under_way -= 1
 
     with closing(Watched([{}] * 4)) as pool:
-        bounded = make_fetcher(store, pool, decode_bytes=2 * largest)
+        bounded = make_fetcher(pool, may_delete=False, decode_bytes=2 * largest)
         memory = PoisonedPool(8)
         result = await bounded.fetch(wanted, PoolPages(memory, range(8)), WAIT_S)
         assert result.num_pages == 8
@@ -410,21 +320,21 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
 
 @pytest.mark.parametrize(("bytes_per_s", "is_late"), [(1.0, True), (1e9, False)])
 async def test_what_would_come_too_late_is_not_asked_for(
-    fetcher: Fetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
+    make_fetcher: MakeFetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
 ) -> None:
-    link = measured_link(1000, bytes_per_s)
-    fetcher = make_fetcher(store, fetcher.pool, inflight_bytes=4000, may_delete=True, link=link)
+    fetcher = make_fetcher(inflight_bytes=4000, link=measured_link(1000, bytes_per_s))
     result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), range(8))
     assert (result.late, result.failures) == (is_late, ())
     assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))
     await assert_nothing_held(fetcher)
 
 
-async def test_small_cells_of_a_read_are_decoded_in_one_job(segment: Segment, store: SpoiltStore) -> None:
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = make_fetcher(store, pool, read_bytes=1 << 20)
-        wanted, submit = sources(segment, range(NUM_PAGES)), Mock(wraps=pool.submit)
-        pool.submit = submit  # type: ignore[method-assign]
-        assert wanted[0].reader.cells_per_span > 1
-        await fetch(fetcher, wanted, PoisonedPool(NUM_PAGES), range(NUM_PAGES))
+async def test_small_cells_of_a_read_are_decoded_in_one_job(
+    make_fetcher: MakeFetcher, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = make_fetcher(read_bytes=1 << 20)
+    wanted, submit = sources(segment, range(8)), Mock(wraps=fetcher.pool.submit)
+    monkeypatch.setattr(fetcher.pool, "submit", submit)
+    assert wanted[0].reader.cells_per_span > 1
+    await fetch(fetcher, wanted, PoisonedPool(8), range(8))
     assert submit.call_count == wanted[0].reader.manifest.num_spans

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import itertools
 import struct
-import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,14 +15,11 @@ import xxhash
 from harness.metrics import own_metric
 from harness.small_segments import expiring, put_segment
 from harness.waiting import WAIT_S
-from sgl_kvfetch import metrics
-from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.log import Troubles
 from sgl_kvfetch.metrics import reasons_here
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -137,31 +132,6 @@ async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore)
     assert caught.value.reason == "skipped"
 
 
-async def test_the_log_has_a_line_when_a_store_fails_and_one_when_it_is_back(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(metrics, "_store", Troubles(metrics.logger, "the store"))
-    pages, _ = finder(store)
-    lookup = store.lookup
-
-    async def refuse(namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        raise StoreError("refused", "no connection", retriable=True)
-
-    monkeypatch.setattr(store, "lookup", refuse)
-    pages._lookups = Breaker(first_pause_s=WAIT_S)
-    for _ in range(5):  # the last ones are skipped
-        with metrics.counted("lookup"):
-            await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
-    monkeypatch.setattr(store, "lookup", lookup)
-    pages._lookups = Breaker()
-    assert await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
-    told = [record for record in caplog.records if record.name == metrics.logger.name]
-    assert [record.levelname for record in told] == ["WARNING", "INFO"]
-    assert "kvfetch doctor STORE" in told[0].getMessage()
-    assert "works again" in told[1].getMessage()
-
-
 async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,24 +188,6 @@ def answering(store: LocalStore, monkeypatch: pytest.MonkeyPatch, found: dict[by
     monkeypatch.setattr(store, "lookup", answer)
 
 
-async def test_large_manifests_are_decoded_beside_the_event_loop(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-
-    def decode(content: bytes) -> Manifest:
-        threads.append(threading.current_thread())
-        return decode_manifest(content)
-
-    monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.decode_manifest", decode)
-    for padding, is_beside in ((0, False), (90_000, True)):
-        answering(store, monkeypatch, dict(zip(page_hashes(4), manifests(0, 4, padding), strict=True)))
-        pages, _ = finder(store)
-        assert len(await pages.find_pages(page_hashes(4), WAIT_S)) == 4
-        assert {each is not threading.main_thread() for each in threads} == {is_beside}
-        threads.clear()
-
-
 async def test_manifests_in_use_have_a_budget_in_bytes(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is only remembered makes room; what a request still uses does not."""
     pages, faults = finder(store)
@@ -260,33 +212,6 @@ async def test_manifests_in_use_have_a_budget_in_bytes(store: LocalStore, monkey
     assert [str(fault) for fault in faults] == [
         "manifests in use take 16777216 bytes; there is no room for one of 1001022 bytes"
     ]
-
-
-async def test_others_run_while_pages_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages, _ = finder(store)
-    rounds = 0
-    counted: list[int] = []
-    held_bytes = PageFinder._held_bytes
-
-    async def count_rounds() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
-
-    def noted(self: PageFinder) -> int:
-        counted.append(rounds)
-        return held_bytes(self)
-
-    monkeypatch.setattr(PageFinder, "_held_bytes", noted)
-    counting = asyncio.create_task(count_rounds())
-    for turn in range(6):
-        hashes = page_hashes(4, str(turn))
-        answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
-        assert len(await pages.find_pages(hashes, WAIT_S)) == 4
-    counting.cancel()
-    assert len(counted) > 6  # something was forgotten
-    assert all(one < next_one for one, next_one in itertools.pairwise(counted))
 
 
 async def test_requests_for_the_same_pages_share_their_manifests(store: LocalStore) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -24,13 +21,12 @@ from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, SpanPart, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
-from tests.fetchers import make_fetcher
-from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held, measured_link
+from tests.plane.fetch.conftest import MakeFetcher, SpoiltStore, assert_nothing_held, measured_link
 
 NUM_PAGES = 4
 
@@ -56,16 +52,6 @@ async def laddered(store: SpoiltStore) -> CodedSegment:
     coded, _ = await commit_segment(store, make(num_pages=NUM_PAGES))
     assert isinstance(coded, CodedSegment)
     return coded
-
-
-@pytest.fixture
-def pool() -> Iterator[DecodePool[Decoders]]:
-    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        yield pool
-
-
-def fetcher_of(store: SpoiltStore, pool: DecodePool[Decoders], tolerance: Tolerance) -> Fetcher:
-    return make_fetcher(store, pool, may_delete=True, tolerance=tolerance)
 
 
 def sources(coded: CodedSegment) -> list[PageSource]:
@@ -102,9 +88,9 @@ def same(a: CellValues, b: CellValues) -> bool:
 
 @pytest.mark.parametrize("tolerance", [NONE, ANY], ids=["by default", "with time"])
 async def test_all_levels_are_read_unless_they_are_late(
-    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, tolerance: Tolerance
+    make_fetcher: MakeFetcher, laddered: CodedSegment, tolerance: Tolerance
 ) -> None:
-    result, values = await fetched(fetcher_of(store, pool, tolerance), sources(laddered))
+    result, values = await fetched(make_fetcher(tolerance=tolerance), sources(laddered))
     assert result == FetchResult(NUM_PAGES)
     assert same(values, values_at(laddered, LEVELS))
     assert not same(values, values_at(laddered, LEVELS - 1))
@@ -112,13 +98,12 @@ async def test_all_levels_are_read_unless_they_are_late(
 
 @pytest.mark.parametrize("coarseness", [0, 1, 2])
 async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
-    store: SpoiltStore,
-    pool: DecodePool[Decoders],
+    make_fetcher: MakeFetcher,
     laddered: CodedSegment,
     coarseness: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fetcher = fetcher_of(store, pool, Tolerance(coarseness, 1e-9))
+    fetcher = make_fetcher(tolerance=Tolerance(coarseness, 1e-9))
     await fetched(fetcher, sources(laddered))  # measures the link
     traced = []
 
@@ -136,23 +121,10 @@ async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
     assert traced == [coarseness] * num_cells
 
 
-async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegment) -> None:
-    reader = SegmentReader(laddered.manifest, KLT)
-    objects = [laddered.data, *laddered.level_data]
-    for unit in read_units(reader, 0, ReadSize(600)):
-        for count, way in enumerate(reader.ways(LEVELS)):
-            coarser = replace(unit, reader=way)
-            data = b"".join(objects[i][start:end] for i, (_, start, end) in enumerate(coarser.reads))
-            assert len(data) == coarser.size_bytes
-            for cell, chunks in zip(unit.cells, coarser.split(data), strict=True):
-                assert chunks == coarser.reader.chunks_in(cell, objects[: LEVELS - count])
-                assert sum(map(len, chunks)) == coarser.reader.coded_bytes(cell)
-
-
 async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
-    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment
+    make_fetcher: MakeFetcher, laddered: CodedSegment
 ) -> None:
-    fetcher = fetcher_of(store, pool, ANY)
+    fetcher = make_fetcher(tolerance=ANY)
     fetcher.reads.read_ahead(sources(laddered), expire_s=60)
     await until(lambda: fetcher.link.goodput_bps is not None)
     fetcher.reads.chooser.tolerance = AT_ONCE
@@ -164,7 +136,7 @@ async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
 @pytest.mark.parametrize("fault", ["missing", "corrupt"])
 @pytest.mark.parametrize("level", range(1, LEVELS))
 async def test_the_levels_before_a_bad_one_count(
-    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, level: int, fault: str
+    store: SpoiltStore, make_fetcher: MakeFetcher, laddered: CodedSegment, level: int, fault: str
 ) -> None:
     name = laddered.manifest.data_name(laddered.manifest.levels[level - 1])
     if fault == "missing":
@@ -172,7 +144,7 @@ async def test_the_levels_before_a_bad_one_count(
     else:
         path = store.root / name
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    result, values = await fetched(fetcher_of(store, pool, ANY), sources(laddered))
+    result, values = await fetched(make_fetcher(tolerance=ANY), sources(laddered))
     assert result == FetchResult(NUM_PAGES)
     expected = values_at(laddered, level), values_at(laddered, LEVELS)  # only one cell is corrupt
     if fault == "missing":
@@ -181,17 +153,17 @@ async def test_the_levels_before_a_bad_one_count(
         assert not same(values, expected[1])
     assert set(store.reports) == {laddered.manifest.key.manifest_name}
 
-    result, _ = await fetched(fetcher_of(store, pool, NONE), sources(laddered))
+    result, _ = await fetched(make_fetcher(tolerance=NONE), sources(laddered))
     kind = StoreError if fault == "missing" else CorruptError
     assert result.num_pages < NUM_PAGES
     assert isinstance(result.failures[0], kind)
 
 
 async def test_without_the_first_level_there_is_nothing(
-    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment
+    store: SpoiltStore, make_fetcher: MakeFetcher, laddered: CodedSegment
 ) -> None:
     assert await store.delete(laddered.data_name)
-    result, _ = await fetched(fetcher_of(store, pool, ANY), sources(laddered))
+    result, _ = await fetched(make_fetcher(tolerance=ANY), sources(laddered))
     assert result.num_pages == 0
     assert isinstance(result.failures[0], StoreError)
 
@@ -228,16 +200,17 @@ def test_how_long_a_fetch_takes(bytes_per_s: float, within_s: float, seconds: fl
     [(1e9, 1e3, "hevc", 0), (1e3, 1e9, "hevc", 0), (1e3, 1e-3, "ans", LEVELS - 1)],
     ids=["fast link", "slow link and time", "slow link and none"],
 )
-def test_video_and_levels_are_chosen_together(bytes_per_s: float, within_s: float, codec: str, left_out: int) -> None:
+def test_video_and_levels_are_chosen_together(
+    decoders: DecodePool[Decoders], bytes_per_s: float, within_s: float, codec: str, left_out: int
+) -> None:
     """As if levels were slow to decode. Video has one level, so a fetch that is late would not be sooner with it."""
     coded = make(num_pages=NUM_PAGES)
     video = transcode(coded.manifest, coded.data, make_targets(["hevc"], ["240p"]), levels=coded.level_data)
     both = *video.manifest.variants, *coded.manifest.variants
     reader = SegmentReader(msgspec.structs.replace(coded.manifest, variants=both), KLT)
     (part, *_) = span_parts([PageSource(reader, page) for page in range(NUM_PAGES)])
-    with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
-        for way in reader.ways(LEVELS):
-            decoders._rates.add(way.coding, 1000, 1000, 1e-6 if way.codec == "hevc" else 1e-2)
-        chooser = Chooser(Tolerance(LEVELS - 1), decoders, measured_link(10_000, bytes_per_s, 8))
-        chosen = chooser.choose(part, within_s, 8, lambda _: True, lambda _: False)
+    for way in reader.ways(LEVELS):
+        decoders._rates.add(way.coding, 1000, 1000, 1e-6 if way.codec == "hevc" else 1e-2)
+    chooser = Chooser(Tolerance(LEVELS - 1), decoders, measured_link(10_000, bytes_per_s, 8))
+    chosen = chooser.choose(part, within_s, 8, lambda _: True, lambda _: False)
     assert (chosen.codec, chosen.coarseness) == (codec, left_out)

@@ -86,26 +86,10 @@ def goodputs(link: Link) -> list[float]:
     return [t.goodput_bps for t in link.transfers]
 
 
-async def test_one_connection_is_left_as_it_is(clock: Clock) -> None:
-    link = carried(clock, (10, 0, 1), (30, 1, 2), (7, 5, 5.5))
-    assert [(t.size_bytes, t.start_s, t.end_s) for t in link.transfers] == [
-        (10, 1000, 1001),
-        (30, 1001, 1002),
-        (7, 1005, 1005.5),
-    ]
-    assert link.recent_bps(clock.now_s) == pytest.approx(47 * 8 / 2.5)
-
-
 async def test_pauses_do_not_count_and_connections_add_up(clock: Clock) -> None:
     """Bursts of two that each get half of the link, the second one ending almost with the first."""
     bursts = [(500, at, at + end) for at in (0.0, 3.0, 100.0) for end in (1.0, 1.0001)]
     assert goodputs(carried(clock, *bursts)) == pytest.approx([8000.0] * 3, rel=0.01)
-
-
-async def test_staggered_connections_add_up(clock: Clock) -> None:
-    """Each of two has half of the link all the time; one begins where the other is halfway."""
-    link = carried(clock, (250, 0, 0.5), *((500, i / 2, i / 2 + 1) for i in range(6)), (250, 3, 3.5))
-    assert link.recent_bps(clock.now_s) == pytest.approx(8000.0)
 
 
 async def test_many_connections_all_the_time(clock: Clock) -> None:
@@ -113,12 +97,6 @@ async def test_many_connections_all_the_time(clock: Clock) -> None:
     link = carried(clock, *((1000, i / 16, i / 16 + 1) for i in range(200)))
     assert len(link.transfers) > 8  # or the estimate could not follow the link
     assert link.recent_bps(clock.now_s) == pytest.approx(16 * 8000.0, rel=0.1)
-
-
-async def test_transfers_that_end_almost_together_are_one(clock: Clock) -> None:
-    """The time between their ends says nothing about the link."""
-    link = carried(clock, *((1_000_000, 0, 1 + i * 1e-4) for i in range(8)))
-    assert goodputs(link) == pytest.approx([64e6], rel=0.01)
 
 
 async def test_a_link_that_becomes_faster_is_followed_after_two_transfers(clock: Clock) -> None:

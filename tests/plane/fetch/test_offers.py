@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any, cast
 
 import pytest
@@ -13,7 +11,6 @@ from harness.waiting import WAIT_S, until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.offers import Chooser, Offer, Supply, Tolerance, best_offer
@@ -70,12 +67,6 @@ def test_the_least_divergence_in_time_is_taken_or_else_the_coarsest() -> None:
     assert best_offer(offers, supply(), 0.1) is offers[0]
 
 
-@pytest.fixture
-def decoders() -> Iterator[DecodePool[Decoders]]:
-    with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        yield pool
-
-
 def chosen(
     made: CodedSegment, pool: DecodePool[Decoders], link: Link, *, takes: bool = True, here: str = ""
 ) -> SegmentReader:
@@ -114,11 +105,6 @@ def test_what_was_never_decoded_is_tried_where_decoders_are_the_limit(
     decoders._rates.add(zstd.coding, 1_000_000, 1000, 1.0)
     assert chosen(made, decoders, slow).codec == "zstd"
     assert chosen(made, decoders, fast).codec == "hevc"
-
-
-def test_a_segment_in_one_variant_leaves_no_choice(segment: Segment, decoders: DecodePool[Decoders]) -> None:
-    reader = SegmentReader(segment[0].manifest, make_quantiser("exact"))
-    assert not Chooser(Tolerance(9), decoders, Link()).is_free(reader)
 
 
 async def test_a_fetch_chooses_once_a_span_and_its_spans_may_differ(

@@ -328,20 +328,3 @@ class TestRequests:
         rank = Rank(store, range(2))
         assert len(await rank.find()) == NUM_PAGES
         assert store.asked == ["0-2", "0-4", "0-2"]
-
-    async def test_a_new_tp_size_is_noticed_within_a_minute(
-        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        now_s = 1000.0
-        monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
-        rank = Rank(store, range(2))
-        assert await rank.find() == []
-        await write(store, range(4))
-        assert await rank.find() == []
-        now_s += 61
-        assert len(await rank.find()) == NUM_PAGES
-
-    async def test_a_store_that_does_not_list_folders_still_has_the_ranks_own(self, store: CountingStore) -> None:
-        store.unlisted = StoreError("unauthorised", "no listing")
-        await write(store, range(2))
-        assert len(await Rank(store, range(2)).find()) == NUM_PAGES

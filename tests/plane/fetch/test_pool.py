@@ -27,13 +27,6 @@ def test_a_coding_is_expected_to_take_what_its_last_cells_took() -> None:
     assert rates.seconds("ans", 1000) == pytest.approx(0.25)
 
 
-def test_what_was_never_decoded_is_expected_to_take_a_little_less_than_the_fastest() -> None:
-    rates = DecodeRates()
-    rates.add("slow", 1000, 100, 2.0)
-    rates.add("fast", 1000, 100, 1.0)
-    assert rates.seconds("new", 1000) == pytest.approx(0.9)
-
-
 @pytest.fixture
 def pool() -> Iterator[DecodePool[str]]:
     with_sessions = DecodePool(["session 0", "session 1"])
@@ -90,26 +83,17 @@ def test_a_cell_that_nobody_wants_any_more_is_not_decoded(pool: DecodePool[str])
     assert not gates[2].began.is_set()
 
 
-def test_close_cancels_what_waits() -> None:
-    pool = DecodePool(["only"])
-    gate = Gate()
-    running = pool.submit(gate)
-    waiting = pool.submit(Gate())
-    assert gate.began.wait(WAIT_S)
-    threading.Timer(0.05, gate.may_end.set).start()
-    pool.close()
-    assert running.result(0) == "only"
-    assert waiting.cancelled()
-
-
-def test_close_need_not_wait() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_close_cancels_what_waits(waits: bool) -> None:
     pool = DecodePool(["only"])
     gate = Gate()
     running, waiting = pool.submit(gate), pool.submit(Gate())
     assert gate.began.wait(WAIT_S)
-    pool.close(wait=False)
+    if waits:
+        threading.Timer(0.05, gate.may_end.set).start()
+    pool.close(wait=waits)
     assert waiting.cancelled()
-    assert not running.done()
+    assert running.done() == waits
     gate.may_end.set()
     assert running.result(WAIT_S) == "only"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -41,42 +41,21 @@ KEYS = StoreKeys(bytes(32))
 ROOM = 12  # segments that the store has room for, with all levels
 
 
-@dataclass(frozen=True)
-class Kind:
-    keys: StoreKeys
-    has_video: bool = False
-
-    def segment(self, number: int) -> CodedSegment:
-        whole = chain(number)
-        if not self.has_video:
-            return whole
-        manifest = msgspec.structs.replace(
-            whole.manifest, variants=(*whole.manifest.variants, *video().manifest.variants)
-        )
-        return replace(whole, manifest=manifest, more_data=(video().data,))
-
-
 @cache
 def video() -> CodedSegment:
     return transcode(segment().manifest, segment().data, make_targets(["hevc"], ["240p"]), levels=segment().level_data)
 
 
-KINDS = {
-    "encrypted": Kind(KEYS),
-    "with video": Kind(StoreKeys(), has_video=True),
-    "encrypted, with video": Kind(KEYS, has_video=True),
-}
-
-
-@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
+def with_video(number: int) -> CodedSegment:
+    whole = chain(number)
+    variants = *whole.manifest.variants, *video().manifest.variants
+    manifest = msgspec.structs.replace(whole.manifest, variants=variants)
+    return replace(whole, manifest=manifest, more_data=(video().data,))
 
 
 @pytest.fixture
-def served(kind: Kind, tmp_path: Path) -> Iterator[StoreProcess]:
-    stored = secure_segment(kind.segment(0), kind.keys)
+def served(tmp_path: Path) -> Iterator[StoreProcess]:
+    stored = secure_segment(with_video(0), KEYS)
     whole = len(stored.manifest.encode()) + sum(len(data) for _, data in stored.data_objects())
     options = "--capacity", f"{ROOM * whole}B", "--drop-levels", "1"
     with StoreProcess(tmp_path, extra_args=options) as served:
@@ -107,10 +86,10 @@ async def fetched(store: Store, number: int) -> CellValues:
     return CellValues(*(memory.read(tensor, range(4)) for tensor in ("k", "v")))
 
 
-async def test_a_store_drops_levels_that_it_cannot_read(kind: Kind, raw: Store) -> None:
-    store = KeyedStore(raw, kind.keys)
+async def test_a_store_drops_levels_that_it_cannot_read(raw: Store) -> None:
+    store = KeyedStore(raw, KEYS)
     for number in range(ROOM + 1):
-        await commit_segment(store, kind.segment(number))
+        await commit_segment(store, with_video(number))
     found = await manifests(store)
     lost = [None if each is None else each.num_dropped for each in found]
     assert {0, 1} <= set(lost)
@@ -120,8 +99,8 @@ async def test_a_store_drops_levels_that_it_cannot_read(kind: Kind, raw: Store) 
         assert all(torch.equal(x, y) for x, y in zip(values, expected, strict=True))
         manifest = found[number]
         assert manifest is not None
-        assert manifest.is_encrypted == bool(kind.keys)
+        assert manifest.is_encrypted
         # A variant that a dropped level does not make coarser would hold finer values than the others.
-        assert len(manifest.variants) == 1 + (kind.has_video and not num_lost)
+        assert len(manifest.variants) == 1 + (not num_lost)
     strangers = KeyedStore(raw, StoreKeys(b"x" * 32))
     assert set(await manifests(strangers)) == {None}

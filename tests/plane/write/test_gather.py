@@ -23,27 +23,6 @@ def shape(segments: list[PageBatch]) -> list[tuple[int, int]]:
     return [(s.first_page, len(s.page_hashes)) for s in segments]
 
 
-@settings(deadline=None)
-@given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -> None:
-    """Pages are cut into the same segments, however they are split into batches."""
-    gatherer = Gatherer(max_pages=16, linger_s=1.0)
-    segments: list[PageBatch] = []
-    page = start
-    for size in sizes:
-        segments += gatherer.add_batch(batch(page, size), now_s=0.0)
-        page += size
-    segments += gatherer.flush()
-    assert shape(segments) == list(buddy_split(start, page - start, 16))
-    for segment in segments:
-        end = segment.first_page + len(segment.page_hashes)
-        values = [piece.k for piece in segment.pieces if isinstance(piece, RawPages)]
-        assert torch.cat(values).flatten().tolist() == list(range(segment.first_page, end))
-        assert segment.previous_hash == previous(segment.first_page)
-        assert segment.page_hashes == page_hashes(end - segment.first_page, "", segment.first_page)
-    assert gatherer.flush() == []
-
-
 def test_longest_segments_are_cut_at_once_and_the_rest_lingers() -> None:
     gatherer = Gatherer(max_pages=8, linger_s=1.0)
     assert shape(gatherer.add_batch(batch(0, 11), now_s=0.0)) == [(0, 8)]
@@ -65,8 +44,9 @@ def test_sequences_do_not_mix() -> None:
 
 @settings(deadline=None)
 @given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_whole_spans_are_known_before_their_segments(start: int, sizes: list[int]) -> None:
-    """Spans come once each, as soon as they are whole, and segments have them as such, in order."""
+def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -> None:
+    """However it is split into batches. Spans come once each, as soon as they are whole, and segments have them as
+    such, in order."""
     spans: list[SpanPages] = []
     gatherer = Gatherer(16, 1.0, 4, spans.extend)
     segments: list[PageBatch] = []
@@ -83,6 +63,8 @@ def test_whole_spans_are_known_before_their_segments(start: int, sizes: list[int
         values = torch.cat([piece.k for piece in pieces if isinstance(piece, RawPages)]).flatten().tolist()
         assert values == list(range(segment.first_page, segment.end_page))
         assert segment.previous_hash == previous(segment.first_page)
+        assert segment.page_hashes == page_hashes(len(values), "", segment.first_page)
+    assert gatherer.flush() == []
     for span in spans:
         assert span.previous_hash == previous(span.first_page)
         assert span.page_hashes == page_hashes(4, "", span.first_page)

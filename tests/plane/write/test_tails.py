@@ -50,11 +50,3 @@ def test_what_is_forgotten_is_not_joined() -> None:
     tails.forget(PIECES[1].manifest.key)  # it was never held
     assert tails.add(PIECES[1]) == []
     assert tails.add(PIECES[2]) == []
-
-
-def test_what_has_never_room_is_not_held() -> None:
-    tails = Tails(SPAN, 10)
-    assert tails.add(PIECES[0]) == []
-    assert not tails._by_end
-    assert not tails._by_start
-    assert not tails._num_bytes

@@ -154,20 +154,6 @@ async def test_what_has_expired_is_written_again(
     assert await found(store, 1) == []
 
 
-async def test_pages_in_the_store_are_not_written_again(store: LocalStore, make: Callable[..., Writer]) -> None:
-    await write(make(), 0, 8)
-    before = await names(store)
-    await write(make(), 0, 8)
-    assert await names(store) == before
-
-
-async def test_nothing_is_counted_as_queued_when_all_is_written(store: LocalStore, make: Callable[..., Writer]) -> None:
-    writer = make()
-    for _ in range(3):
-        await write(writer, 0, 8)
-    assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
-
-
 async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
     store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
