@@ -30,7 +30,6 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/e2e/families.py",
         "tests/e2e/drafts.py",
         "tests/e2e/test_families.py",
-        "tests/e2e/test_layer_maps.py",
         "tests/e2e/test_draft_model.py::test_a_draft_model_goes_on_from_what_it_stored[host]",
         "tests/e2e/test_draft_model.py::test_a_draft_model_goes_on_from_what_it_stored[on the GPU path]",
         "tests/e2e/test_draft_model.py::test_the_model_goes_on_from_what_klt_restores",

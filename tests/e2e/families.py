@@ -14,7 +14,7 @@ import pytest
 from harness.models import OTHER_FAMILIES, make_tiny
 from harness.store_process import StoreProcess
 from tests.e2e import test_families
-from tests.e2e.test_layer_maps import calibrated, goes_on_in_both_modes, started
+from tests.e2e.continuation import calibrated, goes_on_in_both_modes, started
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

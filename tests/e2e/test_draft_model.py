@@ -14,8 +14,7 @@ from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from tests.e2e.conftest import PAGE_SIZE, from_storage
-from tests.e2e.continuation import continue_by_layers
-from tests.e2e.test_layer_maps import calibrated
+from tests.e2e.continuation import calibrated, continue_by_layers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

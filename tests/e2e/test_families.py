@@ -1,6 +1,6 @@
 """Kinds of models, each as a tiny random one: families with full attention, computed as transformers does, and
-restored; short convolutions and linear attention, whose states are stored with the KV cache of their pages; and images:
-pages of one are never used for another one."""
+restored; short convolutions and linear attention, whose states are stored with the KV cache of their pages; layers that
+differ, which go on from what ``klt`` restores; and images: pages of one are never used for another one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,29 @@ from PIL import Image
 
 from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
-from harness.models import FAMILIES, IMAGE, make_tiny, make_tiny_image_text, make_tiny_lfm2, make_tiny_qwen3_5
+from harness.models import (
+    FAMILIES,
+    IMAGE,
+    IMAGE_TEXT,
+    make_tiny,
+    make_tiny_image_text,
+    make_tiny_lfm2,
+    make_tiny_qwen3_5,
+)
 from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.continuation import (
+    calibrated,
+    continue_by_layers,
+    continue_from_quantised,
+    goes_on_in_both_modes,
+    restored_in_both_modes,
+    started,
+)
 from tests.linker import needs_linker
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,6 +110,51 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
     assert [each.cached_tokens for each in answers] == [len(start)] * 2
     assert max(map(from_storage, answers)) == len(start)  # in host mode, the other one may find it in the host pool
     assert all(map(same_answer, answers, expected))
+
+
+@pytest.mark.parametrize(("make_model", "page_size", "env"), [LFM2, QWEN3_5])
+def test_layers_that_sglang_keeps_elsewhere(
+    make_model: Callable[[Path], Path],
+    page_size: int,
+    env: dict[str, str],
+    store: StoreProcess,
+    tmp_path: Path,
+) -> None:
+    """Their states are restored as they were, and K and V of the others from coefficients. SGLang goes on as
+    transformers does from the same, in both modes. test_sliding_window.py has windows."""
+    model = make_model(tmp_path / "model")
+    profile = calibrated(model)
+    assert {layer.pool for layer in profile.layers.layers} == {"state", "kv"}
+    # SGLang would fill a third of the memory with slots for states. They are of the type that the model is of.
+    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64"]
+    env = env | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    goes_on_in_both_modes(model, profile, started(model, store, flags, env), page_size)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "smollm3", "cohere2"])
+def test_layers_that_rotate_differently(family: str, store: StoreProcess, tmp_path: Path) -> None:
+    """Host mode stores, and both modes go on from what is restored, as transformers does from the same KV."""
+    model = make_tiny(tmp_path / family, family)
+    profile = calibrated(model)
+    assert len({layer.rotation for layer in profile.layers.layers}) == 2
+    answer, quantiser = restored_in_both_modes(model, profile, store)
+    tokens, logprobs = continue_from_quantised(
+        model, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
+    )
+    assert answer.output_ids == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)  # a coefficient may be rounded to its other neighbour
+
+
+@pytest.mark.parametrize("family", IMAGE_TEXT)
+def test_language_models_inside_image_text_checkpoints(family: str, store: StoreProcess, tmp_path: Path) -> None:
+    """SGLang loads the encoder as well, and positions have three parts, which are equal for text."""
+    model = make_tiny_image_text(tmp_path / family, family)
+    profile = calibrated(model)
+    assert {layer.rotation for layer in profile.layers.layers} == {0}
+    answer, quantiser = restored_in_both_modes(model, profile, store)
+    tokens, logprobs = continue_by_layers(model, make_prompt(0), from_storage(answer), quantiser, answer.output_ids)
+    assert answer.output_ids == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
 
 
 TEXT = 64  # tokens in front of the image, and as many behind it

@@ -15,10 +15,13 @@ import pytest
 from harness.attaching import attach
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
+from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
+from harness.waiting import wait_until
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
+from sgl_kvfetch.prompts import NUM_WINDOWS
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
 from tests.e2e.shared import Shared
@@ -35,12 +38,10 @@ class Published:
     store: StoreProcess
     profile: Path  # a copy of the file
     keys: dict[str, Any]  # of a server's config
-    env: dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
-    """For two ranks, so that one does, too."""
     folder = tmp_path_factory.mktemp("profile")
     words = (f"w{token}" for seed in range(100, 106) for token in make_prompt(seed))
     for name, content in (("text", " ".join(words)), ("token", "secret"), ("key", "6b" * 32)):
@@ -54,7 +55,7 @@ def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert done.returncode == 0, done.stderr
         assert "target_kl" in done.stdout
         keys = {"quantiser": "klt", "token_file": str(folder / "token"), "key_file": str(folder / "key")}
-        yield Published(store, folder / "profile", keys, {"XDG_CACHE_HOME": str(folder / "cache")})
+        yield Published(store, folder / "profile", keys)
 
 
 def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, host: Shared, published: Published) -> None:
@@ -128,28 +129,6 @@ def test_levels_are_left_out_where_the_link_is_too_slow_for_all(
     assert read_metric(second, read, direction="read") < 1.9 * read_metric(first, read, direction="read")
 
 
-def test_two_ranks_share_a_profile(model: Path, published: Published) -> None:
-    """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
-    calibrated = load_profile(published.profile)
-    finest = calibrated.curve[0].kl
-    config = published.keys | {"target_kl": finest}
-    flags = [*hicache_args(published.store.url, **config), "--tp-size", "2"]
-    env = published.env | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with SGLangServer(model, extra_args=flags, env=env) as server:
-        computed = ask(server, make_prompt(0))
-        wait_until_written(server, 2 * PAGES)
-        server.flush()
-        answer = ask(server, make_prompt(0))
-    assert from_storage(answer) >= 0.9 * 640
-    assert from_storage(computed) == 0
-    quantiser = KltQuantiser(calibrated, finest)
-    tokens, logprobs = continue_from_quantised(
-        model, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
-    )
-    assert answer.output_ids == tokens
-    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
-
-
 def test_a_model_without_a_profile_is_told_how_to_make_one(
     other: Shared, other_model: Path, published: Published
 ) -> None:
@@ -158,3 +137,47 @@ def test_a_model_without_a_profile_is_told_how_to_make_one(
     with other.detached() as server, pytest.raises(ServerError, match=re.escape(wanted)) as refused:
         attach(server, published.store.url, **published.keys)
     assert f"has none that can be used for the weights {fingerprint_model(str(other_model))}" in str(refused.value)
+
+
+NUM_RANKS = 2
+_WRITTEN = "sgl_kvfetch_written_pages_total"
+
+
+def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> None:
+    """Its two ranks go over to it while they serve. The first half of a prompt that is asked for afterwards was stored
+    by ``exact``, and is still in SGLang's caches: it is stored once more. Each rank has half of the cells; together
+    they restore what one quantiser of all cells does, in memory."""
+    model = make_tiny_llama(tmp_path / "model", num_layers=1, hidden_size=64, head_dim=32)
+    target_kl = 0.05
+    # The pool holds all prompts of the sample.
+    flags = hicache_args(store.url, host_pool_gb=1, quantiser="auto", target_kl=target_kl)
+    prompt = make_prompt(0)
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangServer(model, extra_args=[*flags, "--tp-size", str(NUM_RANKS)], env=env) as server:
+        ask(server, prompt[:320])
+        for seed in range(1, NUM_WINDOWS + 1):
+            ask(server, make_prompt(seed, 1600))
+        log = server.log
+        # All that is stored by `exact`: it must not count below.
+        asked = NUM_RANKS * (320 + NUM_WINDOWS * 1600) // PAGE_SIZE
+        wait_until(lambda: read_metric(server.metrics(), _WRITTEN) >= asked, poll_s=0.1, found=log)
+        wait_until(lambda: "this server stores with 'klt' from now on" in log(), poll_s=0.1, found=log)
+        for said in ("takes a sample", "the sample of prompts is complete", "calibrates model on its", "published"):
+            assert log().count(f"{said}") == 1, said
+        before = read_metric(server.metrics(), _WRITTEN)
+        computed = ask(server, prompt)
+        pages = NUM_RANKS * 640 // PAGE_SIZE
+        wait_until(lambda: read_metric(server.metrics(), _WRITTEN) >= before + pages, poll_s=0.1, found=log)
+        server.flush()
+        answer = ask(server, prompt)
+    assert from_storage(computed) == 0
+    num_cached = from_storage(answer)
+    assert num_cached >= 0.9 * 640
+    (path,) = (tmp_path / "cache").glob("sgl_kvfetch/profiles/*/*")
+    profile = load_profile(path)
+    assert profile.calibration.weights == fingerprint_model(str(model))
+    quantiser = KltQuantiser(profile, target_kl)
+    tokens, logprobs = continue_from_quantised(model, prompt, num_cached, quantiser, len(answer.output_ids))
+    assert answer.output_ids == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
+    assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # it was quantised

@@ -1,5 +1,5 @@
-"""Servers of two ranks: they read what servers of one rank wrote, and the other way round; each rank audits its own
-heads; and what befalls one of them befalls both, and never hangs. Of a model with MLA, and of pipeline stages, too.
+"""Servers of two ranks: they read what servers of one rank wrote, and the other way round; and what befalls one of them
+befalls both, and never hangs. Of a model with MLA, and of pipeline stages, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from tests.e2e.faults import (
     misses,
 )
 from tests.e2e.shared import Shared
-from tests.e2e.test_audits import ALL, AUDITED, COMMON, audits
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -100,23 +99,6 @@ def test_ranks_read_their_heads_of_what_others_wrote(
         answer = ask(one, make_prompt(0) + make_prompt(2, 320))
         assert from_storage(answer) >= 0.9 * 960
         assert read_metric(one.metrics(), "sgl_kvfetch_misses_total") == 0
-
-
-@pytest.mark.parametrize("mode", ["host", "device"])
-def test_each_rank_audits_the_pages_that_the_first_has_cut(
-    mode: str, store: StoreProcess, expected: Expected, request: pytest.FixtureRequest
-) -> None:
-    shared: Shared = request.getfixturevalue(f"{mode}_ranks")
-    with shared.attached(store.url, **COMMON) as server:
-        for seed in (0, 1):
-            ask(server, make_prompt(seed))
-        wait_until_written(server, 4 * PAGES)
-    with shared.attached(store.url, **ALL) as server:
-        for seed in (0, 1):
-            answer = ask(server, make_prompt(seed))
-            assert from_storage(answer) == 640 - PAGE_SIZE - AUDITED
-            assert same_answer(answer, expected[seed])
-            wait_until(lambda seed=seed: audits(server, "sound") == 2 * (seed + 1))  # type: ignore[misc]
 
 
 def test_what_two_stages_store_they_restore(model: Path, store: StoreProcess) -> None:
@@ -251,9 +233,7 @@ def test_what_two_ranks_wrote_comes_back(pair: Pair) -> None:
     ("rank", "fault", "reasons"),
     [
         (0, Fault("hang"), {"timeout"}),
-        (1, Fault("slow", bytes_per_s=2e3), {"timeout"}),
-        (1, Fault("garbage"), {"protocol", "truncated", "timeout"}),
-        (0, Fault("close"), {"truncated", "refused", "timeout"}),
+        (0, Fault("garbage"), {"protocol", "truncated", "timeout"}),
         (1, Fault("flip", after_bytes=500), {"corrupt"}),
     ],
     ids=lambda value: value.kind if isinstance(value, Fault) else "",

@@ -213,14 +213,3 @@ def test_cache_aware_routing_finds_memory_and_the_store_serves_the_rest(pair: Pa
         other, fetched = who_served(pair, router, text)
     assert other is not first
     assert_fetched(fetched, computed)
-
-
-@needs_router
-def test_round_robin_hits_on_every_server(pair: Pair, tmp_path: Path) -> None:
-    """No request has to go back to where its prefix was computed."""
-    text = text_of(11)
-    with routing(pair, tmp_path, "round_robin") as router:
-        first, computed = compute_and_store(pair, router, text)
-        other, fetched = who_served(pair, router, text)
-    assert other is not first
-    assert_fetched(fetched, computed)

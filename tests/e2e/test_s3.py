@@ -151,14 +151,6 @@ def test_an_object_is_deleted_behind_the_index(
 
 
 @pytest.mark.usefixtures("filled_again")
-def test_redis_is_flushed(reader: SGLangServer, index: RedisProcess, expected: Expected) -> None:
-    index.client.flushall()
-    answer = ask(reader, make_prompt(1))
-    assert from_storage(answer) >= BY_NAME
-    assert same_answer(answer, expected[1])
-
-
-@pytest.mark.usefixtures("filled_again")
 def test_redis_is_killed(reader: SGLangServer, index: RedisProcess, expected: Expected) -> None:
     before = read_metric(reader.metrics(), "sgl_kvfetch_index_failures_total")
     index.kill()

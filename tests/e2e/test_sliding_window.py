@@ -15,9 +15,9 @@ from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.continuation import calibrated, goes_on_in_both_modes
 from tests.e2e.faults import fetch_again
 from tests.e2e.shared import Shared
-from tests.e2e.test_layer_maps import calibrated, goes_on_in_both_modes
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

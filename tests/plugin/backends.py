@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKOnlyPool
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
-from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import (
+    AsymmetricMHATokenToKVPoolHost,
+    MHATokenToKOnlyPoolHost,
+    MHATokenToKVPoolHost,
+)
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from harness.waiting import wait_until
@@ -101,6 +116,79 @@ def make_fp8_pool(dtype: torch.dtype) -> MHATokenToKVPoolHost:
     return pool
 
 
+def make_side_pool(seed: int = 0, layout: str = "page_first_direct", **changes: Any) -> MHATokenToKVPoolHost:
+    """Return one of SGLang's pools, filled with numbers, with only what its whole pages need."""
+    layers, heads, dim = 2, 2, 16
+    shape = {
+        "layer_first": (2, layers, POOL_PAGES * PAGE_SIZE, heads, dim),
+        "page_first": (2, POOL_PAGES * PAGE_SIZE, layers, heads, dim),
+        "page_first_direct": (2, POOL_PAGES, layers, PAGE_SIZE, heads, dim),
+    }[layout]
+    pool = object.__new__(MHATokenToKVPoolHost)
+    attributes = dict(
+        layout=layout,
+        page_size=PAGE_SIZE,
+        dtype=torch.bfloat16,
+        layer_num=layers,
+        head_num=heads,
+        head_dim=dim,
+        device="cpu",
+        pin_memory=False,
+        kv_buffer=torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16),
+    )
+    for name, value in (attributes | changes).items():
+        setattr(pool, name, value)
+    return pool
+
+
+def make_states(conv_dtype: torch.dtype = torch.bfloat16, **changes: Any) -> MambaPoolHost:
+    """Return a pool of random states, as those of a hybrid model with two layers that have states."""
+    info = MambaStateBufferInfo(temporal=torch.randn(2, 4, 2, 6, 5), conv=(torch.randn(2, 4, 7, 3).to(conv_dtype),))
+    settings: dict[str, Any] = dict(device_capacity=4, pin_memory=False, layout="page_first_direct")
+    pool = MambaPoolHost(info, 1.0, 0, **settings | changes)
+    fill(pool.temporal_buffer, *pool.conv_buffer)
+    return pool
+
+
+def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
+    """Return a pool of random indexer keys beside a pool of latent vectors, as DeepSeek V3.2 has them. SGLang's device
+    pool needs a GPU: its constructor is not called."""
+    device = object.__new__(DSATokenToKVPool)
+    buffers = [torch.zeros(1, dtype=torch.uint8) for _ in range(3)]
+    attributes: dict[str, Any] = dict(
+        device="cpu",
+        store_dtype=torch.bfloat16,
+        start_layer=0,
+        end_layer=3,
+        layer_num=3,
+        index_head_dim=128,
+        quant_block_size=128,
+        page_size=kv_pool.page_size,
+        index_page_size=kv_pool.page_size,
+        skip_topk_layers=[False, True, False],
+        index_key_cache=SimpleNamespace(buffer=buffers),
+    )
+    vars(device).update(attributes)
+    kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
+    pool = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), kv_pool, pin_memory=False)
+    fill(pool.index_k_with_scale_buffer)
+    return pool
+
+
+def make_minimax_indexer(kv_pool: HostKVCache, layout: str) -> MHATokenToKOnlyPoolHost:
+    """Return a pool of random indexer keys beside a pool of K and V, as MiniMax M3 has them."""
+    device = MHATokenToKOnlyPool(8, kv_pool.page_size, torch.bfloat16, 1, 16, 2, "cpu", False)
+    kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
+    pool = MHATokenToKOnlyPoolHost(device, kv_pool, layout, pin_memory=False)
+    fill(pool.k_buffer)
+    return pool
+
+
+def fill(*buffers: torch.Tensor) -> None:
+    for buffer in buffers:
+        buffer.view(torch.uint8).random_(255)
+
+
 def storage_config(**changes: Any) -> HiCacheStorageConfig:
     fields: dict[str, Any] = dict(
         tp_rank=0,
@@ -161,3 +249,13 @@ def make_cache(
         cache_controller=SimpleNamespace(mem_pool_host=host_pool, host_memory_mode=host_memory_mode),
         token_to_kv_pool_allocator=SimpleNamespace(size=64),
     )
+
+
+def transfer(
+    names: Sequence[str],
+    pages: Sequence[int] | None = None,
+    pool: PoolName = PoolName.SWA,
+    policy: str = "trailing_pages",
+) -> PoolTransfer:
+    indices = None if pages is None else tokens(list(pages))
+    return PoolTransfer(name=pool, keys=list(names), host_indices=indices, hit_policy=PoolHitPolicy(policy))

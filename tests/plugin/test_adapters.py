@@ -25,7 +25,6 @@ from transformers import AutoConfig
 from harness.models import make_adapter, make_tiny_llama
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import adapters
-from sgl_kvfetch.plugin.launch_check import use_linker
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -154,12 +153,6 @@ def test_an_adapter_of_all_layers_is_named_with_those_that_the_server_adapts(
     assert _extra_key(manager, adapter) != name
 
 
-def test_requests_without_an_adapter_keep_their_key(manager: SimpleNamespace) -> None:
-    req = Req("rid", "", array.array("q", [1]), SamplingParams(), extra_key="tenant", vocab_size=9)
-    adapters.name_by_content(None, req)
-    assert req.extra_key == "tenant"
-
-
 @pytest.mark.parametrize(
     ("backend", "hierarchical", "is_named"),
     [
@@ -189,20 +182,3 @@ def test_launches_that_cannot_attach_our_backend_are_left_alone(
     else:
         with pytest.raises(UnsupportedError, match="start the server with --hicache-storage-backend kvfetch"):
             adapters.require_named_adapters()
-
-
-def test_the_gate_hides_our_backend_behind_a_linker(
-    manager: SimpleNamespace, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = SimpleNamespace(
-        hicache_storage_backend="kvfetch",
-        hicache_storage_backend_extra_config=None,
-        enable_hierarchical_cache=False,
-        unified_cache_external_linker_config=None,
-    )
-    use_linker(args)
-    monkeypatch.setattr(adapters, "_state", adapters._State())
-    monkeypatch.setattr(runtime_context, "get_memory", lambda: args)
-    adapters.watch_adapters(manager)
-    assert _extra_key(manager, _load(model, make_adapter(tmp_path / "one", model, seed=1))) != "f" * 32
-    adapters.require_named_adapters()

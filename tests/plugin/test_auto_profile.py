@@ -1,19 +1,15 @@
-"""All ranks of an engine go over to one profile in the same step."""
+"""All ranks of an engine go over to one profile in the same step. It is made of a sample of prompts."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
-from harness.waiting import WAIT_S
 from sgl_kvfetch.plugin import auto_profile
-from sgl_kvfetch.plugin.auto_profile import AutoProfile
+from sgl_kvfetch.plugin.auto_profile import AutoProfile, PromptSample
 
 DIGEST = "0123456789abcdef00000000ffffffff"
 
@@ -38,53 +34,6 @@ class Plane:
 def _no_profile_is_left() -> Iterator[None]:
     yield
     auto_profile.end()
-
-
-class Engine:
-    """Two ranks, which step together."""
-
-    def __init__(self) -> None:
-        self.planes = [Plane(), Plane()]
-        self.ranks = [
-            AutoProfile(cast("Any", plane), rank, 2, cast("Any", lambda digest: digest), pauses=False)
-            for rank, plane in enumerate(self.planes)
-        ]
-        self._values: list[torch.Tensor] = [torch.empty(0)] * 2
-        self._barrier = threading.Barrier(2, timeout=WAIT_S)
-
-    def step(self, *, is_idle: bool = False) -> None:
-        """Until the ranks agree."""
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(self._step, range(2), [is_idle] * 2))
-
-    def _step(self, rank: int, is_idle: bool) -> None:
-        def all_reduce(values: torch.Tensor, op: Any) -> None:
-            assert op == torch.distributed.ReduceOp.MAX
-            self._values[rank] = values.clone()
-            self._barrier.wait()
-            most = torch.stack(self._values).amax(0)
-            self._barrier.wait()
-            values.copy_(most)
-
-        tree = SimpleNamespace(_all_reduce_attn_groups=all_reduce)
-        scheduler = SimpleNamespace(tree_cache=tree, last_batch=None if is_idle else "batch")
-        for _ in range(4 if is_idle else auto_profile._AGREE_EVERY):
-            self.ranks[rank].step(scheduler)
-
-    @property
-    def switched_with(self) -> list[list[object]]:
-        return [[make() for make in plane.switched_with] for plane in self.planes]
-
-
-@pytest.mark.parametrize("is_idle", [False, True], ids=["busy", "idle"])
-def test_ranks_switch_in_one_step_to_what_the_first_has_found(is_idle: bool) -> None:
-    """Idle ones within a few steps: with --sleep-on-idle, each takes a second."""
-    engine = Engine()
-    engine.step(is_idle=is_idle)
-    assert engine.switched_with == [[], []]
-    engine.planes[0].found_profile = DIGEST
-    engine.step(is_idle=is_idle)
-    assert engine.switched_with == [[DIGEST], [DIGEST]]
 
 
 def test_one_rank_switches_once() -> None:
@@ -127,3 +76,63 @@ def test_a_backend_that_is_detached_takes_no_part() -> None:
     auto_profile.begin(AutoProfile(cast("Any", plane), 0, 1, None, pauses=False))
     plane.is_closing = True
     assert auto_profile.current() is None
+
+
+# Which prompts an engine's sample takes, and what of them
+
+WINDOW = 1536
+
+
+def tokens(piece: bytes) -> list[int]:
+    return memoryview(piece).cast("i").tolist()
+
+
+def prompt(first: int, length: int) -> list[int]:
+    return list(range(first, first + length))
+
+
+def test_a_window_is_what_was_computed_of_a_prompt() -> None:
+    sample = PromptSample(num_windows=2)
+    system = prompt(0, 1000)
+    sample.add("a", [*system, *prompt(10_000, 2000)], 0, 3000)
+    sample.add("a", [*system, *prompt(10_000, 2000)], 1536, 1464)  # its next chunk
+    assert not sample.is_full
+    sample.add("b", [*system, *prompt(20_000, 2000)], 1000, 2000)  # begins alike
+    assert sample.is_full
+    sample.add("c", prompt(30_000, 2000), 0, 2000)
+    (first,), (second,) = sample.take_windows()
+    assert tokens(first) == [*system, *prompt(10_000, 536)]
+    assert tokens(second) == prompt(20_000, WINDOW)
+
+
+def test_short_prompts_are_joined() -> None:
+    sample = PromptSample(num_windows=1)
+    sample.add("tiny", prompt(0, 63), 0, 63)
+    sample.add("again", prompt(1000, 800), 0, 800)
+    sample.add("same", prompt(1000, 800), 0, 800)
+    sample.add("other", prompt(3000, 750), 0, 750)
+    assert not sample.is_full  # a window that loses BOS twice must still be whole
+    sample.add("last", prompt(5000, 64), 0, 64)
+    ((*pieces,),) = sample.take_windows()
+    assert [tokens(piece) for piece in pieces] == [prompt(1000, 800), prompt(3000, 750), prompt(5000, 64)]
+
+
+def request(rid: str, first: int, **changes: Any) -> SimpleNamespace:
+    kept_apart = {"cache_salt": None, "extra_key": None, "multimodal_inputs": None}
+    return SimpleNamespace(rid=rid, origin_input_ids=prompt(first, 1600), **kept_apart | changes)
+
+
+@pytest.mark.parametrize("change", [{}, {"cache_salt": "t"}, {"extra_key": "k"}, {"multimodal_inputs": object()}])
+def test_prompts_that_are_kept_apart_are_left_out(change: dict[str, Any]) -> None:
+    sample = PromptSample(num_windows=1)
+    decoding = request("d", 0)
+    mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        reqs=[decoding, request("p", 10_000, **change)],
+        decoding_reqs=[decoding],
+        prefix_lens=[1599, 0],
+        extend_lens=[1, 1600],
+    )
+    sample.add_batch(batch)
+    assert sample.is_full == (not change)

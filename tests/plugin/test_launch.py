@@ -18,7 +18,7 @@ import pytest
 
 from harness.imported_sglang import ImportedSGLang
 from harness.models import make_tiny_llama
-from tests.linker import HAS_LINKER, needs_linker
+from tests.linker import HAS_LINKER
 
 pytestmark = pytest.mark.sglang
 
@@ -81,15 +81,6 @@ def test_a_wrong_config_key_stops_the_command_with_one_message(tmp_path: Path) -
     assert "'hevc'" in message
     assert "'codec'" in message
     assert "/no/such/model" not in done.stderr
-
-
-@needs_linker
-def test_device_mode_names_the_flag_that_it_does_not_support(run: Run) -> None:
-    done = run(["-m", "sglang.launch_server", *NO_MODEL, *KVFETCH, "--disable-radix-cache"])
-    assert done.returncode == 1
-    message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith("sgl_kvfetch: ")
-    assert "(device mode) does not work with --disable-radix-cache" in message
 
 
 def test_an_engine_raises_our_error_to_its_caller(run: Run) -> None:

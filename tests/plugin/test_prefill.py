@@ -53,21 +53,30 @@ def test_short_batches_do_not_tell_how_long_a_long_prompt_takes() -> None:
     assert speed.seconds_for(100_000) == pytest.approx(100_000 / 1024 * seconds(1024))  # SGLang splits it
 
 
-def test_batches_and_tokens_both_cost_time() -> None:
-    speed = fed(10, 64, 64, 500, 64, 30)
-    for size in (1, 64, 500):
-        assert speed.seconds_for(size) == pytest.approx(seconds(size))
+MIXED = 10, 64, 64, 500, 64, 30
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "expected_s"),
+    [
+        *((MIXED, size, seconds(size)) for size in (1, 64, 500)),  # batches and tokens both cost time
+        (MIXED, 2000, 4 * seconds(500)),  # a longer prompt is several batches
+        ((2048, 2048, 2048, 2000, 2048), 4096, 2 * seconds(2048)),  # batches of one size tell their rate
+    ],
+)
+def test_how_long_a_prompt_takes(sizes: tuple[int, ...], size: int, expected_s: float) -> None:
+    assert fed(*sizes).seconds_for(size) == pytest.approx(expected_s, rel=0.01)
 
 
 def test_fetching_a_prefix_does_not_save_the_batch_of_the_other_tokens() -> None:
-    speed = fed(10, 64, 64, 500, 64, 30)
+    speed = fed(*MIXED)
     for size in (1, 64, 500):
         assert speed.seconds_saved(size) == pytest.approx(seconds(size + 1) - seconds(1))
 
 
 def test_reading_the_prefix_is_not_saved() -> None:
     """Small batches after a long prefix take 0.2 ms a token of it, and twice as much where it is longest."""
-    speed = fed(10, 64, 64, 500, 64, 30)
+    speed = fed(*MIXED)
     for before in (100, 400, 100, 400, 3200, 3200):
         speed.add_batch(10, seconds(10) + before * (0.0002 if before < 3000 else 0.0004), before)
     assert speed.seconds_saved(200) == pytest.approx(200 * (0.001 - 0.0002))
@@ -93,15 +102,6 @@ def test_short_prompts_are_not_estimated_by_long_ones() -> None:
     for size, seconds_ in MEASURED.items():
         assert speed.seconds_for(size) == pytest.approx(seconds_)
     assert speed.seconds_for(1500) == pytest.approx(1500 * 0.40 / 1024, rel=0.05)
-
-
-def test_a_longer_prompt_is_several_batches() -> None:
-    assert fed(10, 64, 64, 500, 64, 30).seconds_for(2000) == pytest.approx(4 * seconds(500))
-
-
-def test_batches_of_one_size_tell_their_rate() -> None:
-    speed = fed(2048, 2048, 2048, 2000, 2048)
-    assert speed.seconds_for(4096) == pytest.approx(2 * seconds(2048), rel=0.01)
 
 
 def test_outliers_do_not_count() -> None:
@@ -150,8 +150,22 @@ class Batch:
     prefix_lens: Sequence[int] | None = (7, 8)
 
 
-def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tuple[Batch, float]) -> list[float]:
-    seen: list[float] = []
+@pytest.mark.parametrize(
+    ("batches", "expected_s"),
+    [
+        ([(Batch(10.0), 11.0), (Batch(14.0), 14.5)], [1.0, 0.5]),  # from its launch to its result
+        # The second is launched while the first, a decode batch, is computed: it begins with that one's result.
+        ([(Batch(10.0, None, ForwardMode.DECODE), 11.0), (Batch(10.25), 13.0)], [2.0]),
+        (
+            [(Batch(10.0, 100, ForwardMode.SPLIT_PREFILL), 11.0), (Batch(10.0, 100, ForwardMode.TARGET_VERIFY), 12.0)],
+            [],
+        ),
+    ],
+)
+def test_how_long_a_batch_lasts(
+    batches: list[tuple[Batch, float]], expected_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, seen = PrefillMeter(), list[float]()
 
     def add_batch(num_tokens: int, seconds: float, num_before: int) -> None:
         assert num_before == 15
@@ -160,28 +174,7 @@ def durations(meter: PrefillMeter, monkeypatch: pytest.MonkeyPatch, *batches: tu
     monkeypatch.setattr(meter.speed, "add_batch", add_batch)
     for batch, end_s in batches:
         meter.finished(batch, end_s)
-    return seen
-
-
-def test_a_batch_lasts_from_its_launch_to_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert durations(PrefillMeter(), monkeypatch, (Batch(10.0), 11.0), (Batch(14.0), 14.5)) == [1.0, 0.5]
-
-
-def test_an_overlapped_batch_begins_with_the_previous_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is launched while the first, a decode batch, is computed."""
-    decode = Batch(10.0, None, ForwardMode.DECODE)
-    assert durations(PrefillMeter(), monkeypatch, (decode, 11.0), (Batch(10.25), 13.0)) == [2.0]
-
-
-def test_split_and_verify_batches_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = Batch(10.0, 100, ForwardMode.SPLIT_PREFILL)
-    verify = Batch(10.0, 100, ForwardMode.TARGET_VERIFY)
-    assert durations(PrefillMeter(), monkeypatch, (split, 11.0), (verify, 12.0)) == []
-
-
-@dataclass(eq=False)
-class Waiting:
-    cache_request_handle: str
+    assert seen == expected_s
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

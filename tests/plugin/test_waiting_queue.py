@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.device.waiting_queue import WaitingQueue, form_batch, reserved_tokens
+from sgl_kvfetch.plugin.device.waiting_queue import form_batch, reserved_tokens
 
 
 @dataclass(eq=False)
@@ -108,44 +108,6 @@ def scheduler() -> Scheduler:
     return scheduler
 
 
-def test_parked_requests_wait_and_are_not_looked_at(scheduler: Scheduler) -> None:
-    scheduler.linker.park(2)
-    scheduler.linker.park(3)
-    assert scheduler.step() == [1, 4]
-    assert scheduler.waiting == [1, 2, 3, 4]
-    assert scheduler.step(1) == [1, 4]
-    assert scheduler.waiting == [2, 3, 4]
-
-
-def test_unparked_requests_re_enter_in_order_of_arrival(scheduler: Scheduler) -> None:
-    for handle in (1, 3):
-        scheduler.linker.park(handle)
-    scheduler.step()
-    scheduler.arrive(5)
-    scheduler.linker.park(3, False)
-    assert scheduler.step() == [2, 3, 4, 5]
-    scheduler.linker.park(1, False)
-    assert scheduler.step(2, 3) == [1, 2, 3, 4, 5]
-    assert scheduler.step() == [1, 4, 5]
-    assert scheduler.waiting == [1, 4, 5]
-
-
-def test_requests_that_arrive_parked(scheduler: Scheduler) -> None:
-    scheduler.step()
-    scheduler.linker.park(5)
-    scheduler.arrive(5)
-    assert scheduler.step() == [1, 2, 3, 4]
-    scheduler.linker.park(5, False)
-    assert scheduler.step() == [1, 2, 3, 4, 5]
-
-
-def test_a_request_is_parked_again(scheduler: Scheduler) -> None:
-    """SGLang asks the store again when a prefix was evicted before the request was admitted."""
-    scheduler.step()
-    scheduler.linker.park(2)
-    assert scheduler.step() == [1, 3, 4]
-
-
 def test_requests_that_return_while_a_batch_is_formed(scheduler: Scheduler) -> None:
     scheduler.linker.park(9)
     assert scheduler.step(1, preempt=(8, 9)) == [1, 2, 3, 4]
@@ -153,18 +115,6 @@ def test_requests_that_return_while_a_batch_is_formed(scheduler: Scheduler) -> N
     assert scheduler.step() == [2, 3, 4, 8]
     scheduler.step(preempt=(10,))
     assert scheduler.step() == [2, 3, 4, 8, 10]
-
-
-def test_aborts_reach_parked_and_ready_requests(scheduler: Scheduler) -> None:
-    scheduler.linker.park(2)
-    scheduler.step()
-    for handle in (2, 3):
-        scheduler.waiting_queue.pop(scheduler.waiting.index(handle))
-    scheduler.linker.park(2, False)
-    assert scheduler.step() == [1, 4]
-    assert scheduler.waiting == [1, 4]
-    assert isinstance(scheduler.waiting_queue, WaitingQueue)
-    assert scheduler.waiting_queue._parked == {}
 
 
 def test_the_queue_is_complete_after_forming_a_batch_raises(scheduler: Scheduler) -> None:

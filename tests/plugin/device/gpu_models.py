@@ -1,6 +1,10 @@
-"""A model that is small enough for Triton's interpreter, and what a tree has of a prompt."""
+"""A model that is small enough for Triton's interpreter, servers that write and read its prompts, and what of them is
+in a pool."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +12,14 @@ import torch
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.protocol import quantiser
+from sgl_kvfetch.protocol.arena import StagedCode
 from tests.codec.quant.profiles import make_profile
-from tests.plugin.device import rig as device_rig, rig as linker_rig
-from tests.plugin.device.rig import Rig
+from tests.plugin.device import rig as device_rig
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.rig import Request, Rig
 
 LAYERS, HEADS, DIM = 3, 2, 8
 
@@ -21,9 +29,8 @@ def use_small_model(monkeypatch: pytest.MonkeyPatch, num_heads: int = HEADS) -> 
     for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
         monkeypatch.setattr(klt, product, False)
     monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
-    for module in (device_rig, linker_rig):
-        for name, value in (("LAYERS", LAYERS), ("HEADS", num_heads), ("DIM", DIM)):
-            monkeypatch.setattr(module, name, value)
+    for name, value in (("LAYERS", LAYERS), ("HEADS", num_heads), ("DIM", DIM)):
+        monkeypatch.setattr(device_rig, name, value)
 
 
 def make_quantiser(num_heads: int = HEADS) -> KltQuantiser:
@@ -32,10 +39,68 @@ def make_quantiser(num_heads: int = HEADS) -> KltQuantiser:
     return KltQuantiser(profile, step=0.25)
 
 
-def loaded(rig: Rig, tokens: list[int]) -> list[torch.Tensor]:
-    """Return what the tree has of a prompt after it was admitted, layer by layer, K then V."""
-    request = rig.arrive_staged(tokens)
-    assert rig.admit(request) == [len(tokens)]
+def written(make: MakeRig, *prompts: list[int], **config: Any) -> list[torch.Tensor]:
+    """Let a server without a GPU write prompts, by `klt` unless the config names another quantiser. Return what it
+    restores of the last one."""
+    cpu = make(**_of_klt() | config)
+    for tokens in prompts:
+        cpu.stored(tokens)
+    return loaded(cpu, prompts[-1])
+
+
+def reader(make: MakeRig, gpu: FakeDevice | None = None, **config: Any) -> Rig:
+    """Return a server with a GPU that writes nothing."""
+    return make(**_of_klt() | {"gpu": gpu or FakeDevice(), "mode": "read_only"} | config)
+
+
+def _of_klt() -> dict[str, Any]:
+    return {"quantiser": make_quantiser(), "codec": "ans", "num_layers": LAYERS}
+
+
+def loaded(rig: Rig, tokens: list[int], request: Request | None = None) -> list[torch.Tensor]:
+    """Return what the tree has of a prompt after it was admitted, layer by layer, K then V. ``request``: one that waits
+    for admission."""
+    assert rig.admit(request or rig.arrive_staged(tokens)) == [len(tokens)]
     slots = rig.slots_of(tokens)
     assert len(slots) == len(tokens)
     return [buffer[slots] for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
+
+
+def assert_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Sums are taken in another order."""
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def loader_of(rig: Rig) -> GpuLoader:
+    loader = rig.linker._loader
+    assert isinstance(loader, GpuLoader)
+    return loader
+
+
+def code_of(rig: Rig, request: Request) -> StagedCode | None:
+    """Return the cells that are staged for a request as they are coded; None if values are."""
+    code: StagedCode | None = rig.linker.prefixes._prefixes[request.rid].state.values.code
+    return code
+
+
+def staged(rig: Rig, tokens: list[int]) -> tuple[Request, Any]:
+    """Return a request that waits for admission, and the chunks of its cells."""
+    request = rig.arrive_staged(tokens)
+    code = code_of(rig, request)
+    assert code is not None
+    return request, code.chunks
+
+
+def left(rig: Rig, request: Request) -> None:
+    """Let a request leave, and wait until the data plane knows it."""
+    rig.linker.prefixes.leave(request.rid)
+    rig.hear_plane()
+
+
+def staged_chunks(rig: Rig, tokens: list[int]) -> Any:
+    """Return the chunks of a prompt's cells as they are staged for a request that then leaves."""
+    request, chunks = staged(rig, tokens)
+    chunks = chunks.copy()
+    left(rig, request)
+    return chunks

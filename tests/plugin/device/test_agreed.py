@@ -36,7 +36,7 @@ from tests.plugin.device.rig import PAGE, Ranks, Rig, following_values, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-CASES = int(os.environ.get("KVFETCH_RANK_CASES", "60"))
+CASES = int(os.environ.get("KVFETCH_RANK_CASES", "40"))
 NUM_PAGES = 12  # in three spans
 WINDOW = 2 * PAGE
 NUM_SLOTS = 256

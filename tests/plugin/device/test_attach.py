@@ -71,22 +71,6 @@ def test_attaching_twice(make: MakeRig) -> None:
     assert "detach it first" in said
 
 
-def test_pages_of_former_weights_are_not_stored_as_new_ones(make: MakeRig) -> None:
-    rig = make()
-    text, access = rig.parts.extra_config, rig.parts.access
-    rig.compute(prompt(0))
-    rig.write_all()
-    rig.linker.detach()
-    weight_updates.weights_change("an update")
-    assert access.reads  # a store that was detached before is not suspended
-    is_attached, said = rig.linker.attach("kvfetch", text, NO_POLICIES)
-    assert not is_attached
-    assert "/flush_cache" in said
-    rig.flush()
-    weight_updates.tree_is_empty()
-    assert rig.linker.attach("kvfetch", text, NO_POLICIES)[0]
-
-
 @pytest.mark.parametrize("fault", [ConfigError("no such key"), OSError("no such file")])
 def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
     ranks = Ranks(2)

@@ -9,22 +9,6 @@ from sgl_kvfetch.plugin.device.parking import Board, Ticket
 from tests.plugin.device.rig import Ranks
 
 
-def test_each_report_is_delivered_once() -> None:
-    heard: list[int] = []
-    board = Board(None)
-    first = board.open_ticket(heard.append)
-    second = board.open_ticket(heard.append)
-    board.step()
-    assert not heard
-    board.report(second, 7)
-    board.report(first, 3)
-    board.step()
-    assert heard == [3, 7]
-    board.step()
-    assert len(heard) == 2
-    assert board.num_open == 0
-
-
 def test_a_report_on_a_closed_ticket_does_not_reach_its_successor() -> None:
     heard: list[int] = []
     board = Board(None)

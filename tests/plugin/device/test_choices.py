@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,10 +13,8 @@ import pytest
 
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.engine import data_plane
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.fetch import fetcher
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import waiting_queue
@@ -47,37 +44,20 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("what", ["decoders wait for each other", "the event loop is busy", "the way to the engine"])
 def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
-    make: MakeRig, monkeypatch: pytest.MonkeyPatch, what: str
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else requests would wait for a data plane that is slower than the engine."""
-    lock, restore_cells, read = threading.Lock(), fetcher.restore_cells, LocalStore.get
+    fetch = Fetcher.fetch
 
-    def one_by_one(*args: Any, **options: Any) -> None:
-        with lock:
-            time.sleep(0.02)
-            restore_cells(*args, **options)
-
-    async def blocking(*args: Any) -> bytes | None:
-        time.sleep(0.02)  # noqa: ASYNC251, as work in Python is: it holds up the event loop
-        return await read(*args)
+    async def late(*args: Any, **options: Any) -> FetchResult:
+        result = await fetch(*args, **options)
+        await asyncio.sleep(0.2)
+        return result
 
     rig = make(recompute="auto")
     tokens = rig.stored(prompt(0))
-    if what == "decoders wait for each other":
-        monkeypatch.setattr(fetcher, "restore_cells", one_by_one)
-    elif what == "the event loop is busy":
-        monkeypatch.setattr(LocalStore, "get", blocking)
-    else:
-        fetch = Fetcher.fetch
-
-        async def late(*args: Any, **options: Any) -> FetchResult:
-            result = await fetch(*args, **options)
-            await asyncio.sleep(0.2)
-            return result
-
-        monkeypatch.setattr(Fetcher, "fetch", late)
+    monkeypatch.setattr(Fetcher, "fetch", late)
     begun_s = time.monotonic()
     assert fetched(rig, tokens) == 32
     compute_s = (time.monotonic() - begun_s) / 3  # the request waited for other things, too
@@ -97,15 +77,6 @@ def test_a_prefix_is_fetched_while_the_engine_is_busy_with_other_prompts(make: M
     rig.service._prompts.order.engine.add(WAIT_S, time.monotonic())
     assert fetched(rig, tokens) == 32
     assert fetched(rig, tokens, is_idle=True) == 0
-    rig.assert_nothing_held()
-
-
-def test_prompts_that_are_computed_keep_the_engine_busy(make: MakeRig) -> None:
-    rig = make(recompute="auto")
-    for num_tokens in (16, 24, 32, 40):
-        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 100.0)
-    assert fetched(rig, prompt(0)) == 0  # is not stored
-    assert 0 < rig.service._prompts.order.engine.seconds(time.monotonic()) <= 32 * 100
     rig.assert_nothing_held()
 
 
@@ -206,22 +177,6 @@ def test_pages_that_the_store_has_lost_are_written_again_with_those_behind_them(
     rig.assert_nothing_held()
 
 
-def test_pages_that_a_store_has_not_taken_are_written_again_once_it_works(rig: Rig) -> None:
-    """They stay in the tree, as a system prompt does, and nothing behind them could be found."""
-    tokens = prompt(0, 12)
-    rig.store.puts.error = StoreError("refused", "as told")
-    rig.compute(tokens[:32])
-    rig.write_all()
-    rig.store.puts.error = None
-    rig.compute(prompt(1))
-    rig.write_all()
-    rig.hear_plane()
-    rig.compute(tokens)
-    rig.write_all()
-    assert fetched(rig, tokens) == 48
-    rig.assert_nothing_held()
-
-
 def test_pages_are_written_again_by_another_quantiser(rig: Rig) -> None:
     """Also those that SGLang has in its tree since before."""
     tokens = prompt(0, 12)
@@ -236,7 +191,6 @@ def test_pages_are_written_again_by_another_quantiser(rig: Rig) -> None:
 
 
 def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(tokens)
@@ -249,7 +203,6 @@ def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monke
 
 
 def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     refusals, free = block_writes(rig, monkeypatch)
@@ -267,7 +220,6 @@ def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch:
 
 def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a store hangs: half of the pool would be of no use to others for as long."""
-    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", 1.0)
     rig = make(write_queue_bytes=1 << 20)
     refusals, free = block_writes(rig, monkeypatch)
@@ -283,7 +235,6 @@ def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkey
 
 
 def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20)
     rig.store.puts.error = StoreError("timeout", "as told")
@@ -301,7 +252,6 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """SGLang lets all wait behind a request for which there is no room. ``is_stored``: it was staged, and is held."""
-    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     if is_stored:
@@ -333,7 +283,8 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
 
 
 def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[[], None]]:
-    """Fill the write queue. Return a list to which the size of each piece is added that it has no room for, and what
-    frees it."""
+    """Fill the write queue, and let nobody wait long for its room. Return a list to which the size of each piece is
+    added that it has no room for, and what frees it."""
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
     free = fill_queue(rig.parts.plane)
     return note_refusals(rig.parts.plane, monkeypatch), free

@@ -40,33 +40,27 @@ def parts_of(kinds: Sequence[Sequence[int]], scratch_bytes: int, num_chunks: int
     return parts
 
 
-def num_cells(parts: Sequence[_Part]) -> list[int]:
-    return [part.cells.stop - part.cells.start for part in parts]
+OF_TWO = 2 * (4 * ROOM + 2 * (FRAMES_BYTES + TABLES_BYTES)) + ALIGNMENT  # cells of four chunks, two of them coded
 
 
-def test_a_short_prompt_has_few_parts_and_the_first_is_one_layer_group() -> None:
-    assert num_cells(parts_of([[1] * 2] * 11, 1 << 20)) == [2, 4, 8, 8]
-
-
-def test_parts_are_whole_layer_groups_as_many_as_fit() -> None:
-    assert num_cells(parts_of([[1] * 2] * 5, PART_BYTES)) == [2, 4, 4]
-    assert num_cells(parts_of([[1] * 3] * 3, PART_BYTES)) == [3, 3, 3]
-
-
-def test_a_layer_group_that_does_not_fit_is_cut() -> None:
-    assert num_cells(parts_of([[1] * 9] * 2, PART_BYTES)) == [4, 4, 1, 4, 4, 1]
-
-
-def test_cells_that_are_coded_and_others_share_parts() -> None:
-    assert num_cells(parts_of([[1, 1, 0, 0]] * 2, 1 << 20)) == [4, 4]
-    assert num_cells(parts_of([[0, 0]] * 3, 1 << 20)) == [2, 4]
-
-
-def test_a_part_has_room_for_the_decoding_tables_of_its_cells() -> None:
-    """Of which each has two chunks that are decoded, beside two others."""
-    assert num_cells(parts_of([[2, 2]] * 3, 1 << 20, 4)) == [2, 4]
-    of_two = 2 * (4 * ROOM + 2 * (FRAMES_BYTES + TABLES_BYTES)) + ALIGNMENT
-    assert num_cells(parts_of([[2] * 3] * 2, of_two, 4)) == [2, 1] * 2
+@pytest.mark.parametrize(
+    ("kinds", "scratch_bytes", "num_chunks", "expected"),
+    [
+        ([[1] * 2] * 11, 1 << 20, 1, [2, 4, 8, 8]),  # a short prompt has few parts, and the first is one layer group
+        ([[1] * 2] * 5, PART_BYTES, 1, [2, 4, 4]),  # whole layer groups, as many as fit
+        ([[1] * 3] * 3, PART_BYTES, 1, [3, 3, 3]),
+        ([[1] * 9] * 2, PART_BYTES, 1, [4, 4, 1, 4, 4, 1]),  # one that does not fit is cut
+        ([[1, 1, 0, 0]] * 2, 1 << 20, 1, [4, 4]),  # cells that are coded and others share parts
+        ([[0, 0]] * 3, 1 << 20, 1, [2, 4]),
+        ([[2, 2]] * 3, 1 << 20, 4, [2, 4]),  # with room for decoding tables
+        ([[2] * 3] * 2, OF_TWO, 4, [2, 1] * 2),
+    ],
+)
+def test_how_cells_are_cut_into_parts(
+    kinds: list[list[int]], scratch_bytes: int, num_chunks: int, expected: list[int]
+) -> None:
+    parts = parts_of(kinds, scratch_bytes, num_chunks)
+    assert [part.cells.stop - part.cells.start for part in parts] == expected
 
 
 def test_a_cell_that_does_not_fit_is_named() -> None:

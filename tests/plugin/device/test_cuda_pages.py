@@ -107,15 +107,6 @@ def test_the_rotations_of_the_first_spans_are_made_before_the_first_request(
     assert not pages._rotations and not pages._inverses and not pages._models  # noqa: PT018
 
 
-def test_the_log_says_how_much_of_the_gpus_memory_is_ours(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    device = FakeDevice()
-    pages = make_pages(device)
-    device.num_free_bytes -= 300 << 20
-    pages.log_memory()
-    assert "uses 300 of 512 MiB that were free on the GPU, which --mem-fraction-static does not count" in caplog.text
-
-
 def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     quantiser = make_klt()
     pages = make_pages(FakeDevice(), WIDE)

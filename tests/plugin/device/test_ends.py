@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from harness.metrics import own_metric
@@ -44,18 +42,6 @@ def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     rig.assert_nothing_held()
     assert own_metric("sgl_kvfetch_parked_requests") == 0
-
-
-def test_an_abort_of_a_request_that_waits_for_memory(make: MakeRig) -> None:
-    rig = make(device={"pool_share": 16 * PAGE / 256})
-    rig.stored(prompt(0, 20))
-    rig.stored(prompt(1))
-    first = rig.arrive_staged(prompt(0, 20))
-    second = rig.arrive(prompt(1))
-    rig.settle(lambda: bool(rig.service._stager._turns._waiting))
-    for request in (second, first):
-        rig.linker.prefixes.leave(request.rid)
-    rig.assert_nothing_held()
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS, "admitted"])
@@ -162,19 +148,6 @@ def test_nothing_is_loaded_after_the_weights_changed(make: MakeRig, moment: str)
     rig.assert_nothing_held()
 
 
-def test_a_request_that_is_retracted_is_staged_again(rig: Rig) -> None:
-    rig.stored(prompt(0))
-    request = rig.arrive_staged(prompt(0))
-    assert rig.admit(request) == [32]
-    rig.evict()
-    rig.linker.arrive(request, rig.cache)
-    assert rig.is_parked(request)
-    rig.await_unparked(request)
-    assert rig.admit(request) == [32]
-    assert rig.holds(prompt(0), 32)
-    rig.assert_nothing_held()
-
-
 def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make(write_queue_bytes=1 << 20)
     free = fill_queue(rig.parts.plane)  # copies wait for room
@@ -194,10 +167,3 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
         rig.linker.stop_using_pool()
     free()
     rig.assert_nothing_held()
-
-
-def test_the_process_ends_while_pages_wait_for_the_store(make: MakeRig) -> None:
-    """Python waits for all threads but daemons before it calls what is registered for its end, as `close` is."""
-    before = {*threading.enumerate()}
-    make()
-    assert [thread.daemon for thread in {*threading.enumerate()} - before if thread.name == "kvfetch-copy"] == [True]

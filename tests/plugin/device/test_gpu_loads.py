@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks import gpu_model
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Stream
@@ -32,11 +31,23 @@ from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from sgl_kvfetch.triton_kernels.restore_klt import launch_klt
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile
-from tests.plugin.device import rig as device_rig, rig as linker_rig
+from tests.plugin.device import rig as device_rig
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice, FakeEvent
-from tests.plugin.device.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
-from tests.plugin.device.rig import Rig, key_of, prompt
+from tests.plugin.device.gpu_models import (
+    DIM,
+    HEADS,
+    LAYERS,
+    assert_close,
+    code_of,
+    loaded,
+    loader_of,
+    reader,
+    staged_chunks,
+    use_small_model,
+    written,
+)
+from tests.plugin.device.rig import prompt
 from tests.reasons import assert_counted
 from tests.test_threads import assert_threads
 
@@ -53,25 +64,16 @@ def _small_model(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "INTERPRETED", False)
 
 
-@pytest.fixture
-def quantiser() -> KltQuantiser:
-    return make_quantiser()
-
-
 @pytest.mark.parametrize("scratch_bytes", [LARGE, 6 << 10])
 def test_coded_cells_are_restored_on_the_gpu(
-    make: MakeRig, quantiser: KltQuantiser, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", scratch_bytes)
     monkeypatch.setattr(runtime, "INTERPRETED", scratch_bytes != LARGE)
     tokens = prompt(0)
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
+    expected = written(make, tokens)
     gpu, before = FakeDevice(), threading.enumerate()
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
-    loader = rig.linker._loader
-    assert isinstance(loader, GpuLoader)
+    rig = reader(make, gpu)
     decoded: list[int] = []
 
     def decode(data: torch.Tensor, table: torch.Tensor, *args: Any) -> None:
@@ -80,8 +82,7 @@ def test_coded_cells_are_restored_on_the_gpu(
 
     monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
     found = loaded(rig, tokens)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # sums in another order
+    assert_close(found, expected)
     assert sum(decoded) == 4  # two layer groups, two heads
     assert len(decoded) == 2 if scratch_bytes == LARGE else len(decoded) > 2
     assert len(gpu.pinned_memory) == 1
@@ -98,17 +99,14 @@ def test_slots_in_fp8_get_what_the_cpu_restores(
     dtype: torch.dtype,
     config: dict[str, Any],
     make: MakeRig,
-    quantiser: KltQuantiser,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the kernels of `klt`, which the interpreter runs."""
     tokens = prompt(0)
-    cpu = make(quantiser=quantiser, num_layers=LAYERS, dtype=dtype, **config)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
+    expected = written(make, tokens, dtype=dtype, **config)
     monkeypatch.setattr(runtime, "INTERPRETED", True)
-    rig = make(quantiser=quantiser, num_layers=LAYERS, gpu=FakeDevice(), mode="read_only", dtype=dtype, **config)
-    assert len(staged_code(rig, tokens))
+    rig = reader(make, dtype=dtype, **config)
+    assert len(staged_chunks(rig, tokens))
     found = loaded(rig, tokens)
     assert {x.dtype for x in found} == {torch.uint8}
     ours, theirs = (torch.stack(x).view(dtype).float() for x in (found, expected))
@@ -124,68 +122,48 @@ OTHERS = ({"codec": "hevc"}, {"codec": "zstd"}, {"codec": "ans", "levels": {"cou
 @pytest.mark.parametrize("config", OTHERS, ids=["video", "zstd", "levels"])
 @pytest.mark.parametrize("scratch_bytes", [LARGE, 6 << 10])
 def test_integers_that_the_cpu_decodes_are_restored_on_the_gpu(
-    scratch_bytes: int, config: dict[str, Any], make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+    scratch_bytes: int, config: dict[str, Any], make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", scratch_bytes)
     tokens = prompt(0)
-    cpu = make(quantiser=quantiser, num_layers=LAYERS, **config)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
+    expected = written(make, tokens, **config)
     monkeypatch.setattr(gpu_loads, "ans_decode_table", pytest.fail)
-    rig = make(quantiser=quantiser, num_layers=LAYERS, gpu=FakeDevice(), mode="read_only", **config)
-    assert staged_code(rig, tokens)["is_coded"].tolist() == [0, 0, 0, 0]  # two layer groups, two heads
-    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    rig = reader(make, **config)
+    assert staged_chunks(rig, tokens)["is_coded"][:, 0].tolist() == [0, 0, 0, 0]  # two layer groups, two heads
+    assert_close(loaded(rig, tokens), expected)
     rig.assert_nothing_held()
 
 
-def test_one_prompt_may_have_both(make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_prompt_may_have_both(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_SEGMENT_TOKENS", 16)
     tokens = prompt(0)
-    for codec, num_tokens in (("ans", 16), ("zstd", 32)):
-        cpu = make(quantiser=quantiser, codec=codec, num_layers=LAYERS)
-        cpu.stored(tokens[:num_tokens])
-    expected = loaded(cpu, tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
-    assert staged_code(rig, tokens)["is_coded"].tolist() == [1, 1, 0, 0] * 2
-    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    written(make, tokens[:16])
+    expected = written(make, tokens, codec="zstd")
+    rig = reader(make)
+    assert staged_chunks(rig, tokens)["is_coded"][:, 0].tolist() == [1, 1, 0, 0] * 2
+    assert_close(loaded(rig, tokens), expected)
     rig.assert_nothing_held()
 
 
-def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(
-    make: MakeRig, quantiser: KltQuantiser, tmp_path: Path
-) -> None:
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    cpu.stored(prompt(0))
+def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(make: MakeRig, tmp_path: Path) -> None:
+    written(make, prompt(0))
     for path in tmp_path.rglob("*.kvm"):
         manifest = decode_manifest(path.read_bytes())
         (variant,) = manifest.variants
         chunks = tuple(msgspec.structs.replace(chunk, size_bytes=MAX_CHUNK_BYTES) for chunk in variant.chunks)
         variant = msgspec.structs.replace(variant, chunks=chunks)
         path.write_bytes(msgspec.structs.replace(manifest, variants=(variant,)).encode())
-    cpu.stored(prompt(1))
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    written(make, prompt(1))
+    rig = reader(make)
     first, second = rig.arrive(prompt(0)), rig.arrive(prompt(1))
     rig.await_unparked(first, second)
     assert rig.admit(first, second) == [0, 32]
     rig.assert_nothing_held()
 
 
-def staged_code(rig: Rig, tokens: list[int]) -> Any:
-    """Return the only chunks of a prompt's cells as they are staged for a request that then leaves."""
-    request = rig.arrive_staged(tokens)
-    code = rig.linker.prefixes._prefixes[request.rid].state.values.code
-    assert code is not None
-    chunks = code.chunks[:, 0].copy()
-    rig.linker.prefixes.leave(request.rid)
-    rig.hear_plane()
-    return chunks
-
-
 @pytest.mark.parametrize("name", ["klt", "exact"])
 def test_video_is_decoded_by_the_gpus_engines_in_the_data_planes_process(
-    name: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+    name: str, make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which opens them by itself. Pictures go to the host, and from there as integers or values to the pool."""
     asked: list[int] = []
@@ -198,63 +176,21 @@ def test_video_is_decoded_by_the_gpus_engines_in_the_data_planes_process(
     monkeypatch.setattr(service, "open_nvdec_alone", open_alone)
     gpu, tokens = FakeDevice(), prompt(0)
     gpu.torch_device = torch.device("cpu", 0)
-    config: dict[str, Any] = {"codec": "hevc", "num_layers": LAYERS} | (
-        {"quantiser": quantiser} if name == "klt" else {}
-    )
-    cpu = make(**config)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
+    config: dict[str, Any] = {"codec": "hevc"} | ({"quantiser": None} if name == "exact" else {})
+    expected = written(make, tokens, **config)
     assert not asked
-    rig = make(**config, gpu=gpu, mode="read_only")
-    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    rig = reader(make, gpu, **config)
+    assert_close(loaded(rig, tokens), expected)
     assert asked == [0]
     assert nvc.packets
     rig.assert_nothing_held()
 
 
-def test_a_prompt_of_which_the_tree_has_a_part_is_restored_from_there_on(
-    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = prompt(0)
-    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
-    request = rig.arrive_staged(tokens)
-    rig.compute(tokens[:12])
-    assert rig.admit(request) == [20]
-    assert rig.holds(tokens[:12], 12)
-    rig.assert_nothing_held()
-
-
-def test_cells_that_the_gpu_decodes_wrongly_abort_their_request_and_are_decoded_by_the_cpu_from_then_on(
-    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = prompt(0)
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
-
-    def decode(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
-        ans_decode_table(data, table, num_energies, out, *args)
-        out[0] ^= 1
-
-    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
-    request = rig.arrive_staged(tokens)
-    with assert_counted("load", Reason.CORRUPT):
-        rig.admit(request)
-    assert request.discard_output_reason is not None
-    rig.hear_plane()
-    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
-        assert torch.equal(ours, theirs)
-    rig.assert_nothing_held()
-
-
-def test_a_prompt_whose_tables_find_no_shared_memory_is_computed(make: MakeRig, quantiser: KltQuantiser) -> None:
+def test_a_prompt_whose_tables_find_no_shared_memory_is_computed(make: MakeRig) -> None:
     tokens, full = prompt(0), Room(LARGE)
     full.allocate(LARGE)
-    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    written(make, tokens)
+    rig = reader(make)
     rig.service._prompts.room = full
     with assert_counted("fetch", Reason.NO_SLOTS):
         assert rig.fetch(tokens) == 0
@@ -296,13 +232,13 @@ class PoorDevice(FakeDevice):
 
 @pytest.mark.parametrize("fault", ["scratch memory too small", "no memory left", "a kernel that does not launch"])
 def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_from_then_on(
-    fault: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+    fault: str, make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, gpu = prompt(0), PoorDevice()
-    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
+    written(make, tokens)
     if fault == "scratch memory too small":
         monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 512)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    rig = reader(make, gpu)
     gpu.refuses_to_launch = 2 * (fault == "a kernel that does not launch")
     gpu.lacks_memory = 2 * (fault == "no memory left")
     request = rig.arrive_staged(tokens)
@@ -312,8 +248,7 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     assert gpu.lacks_memory == gpu.refuses_to_launch == 0
     rig.hear_plane()
     request = rig.arrive_staged(tokens)
-    assert request.rid in rig.linker.prefixes._prefixes
-    assert rig.linker.prefixes._prefixes[request.rid].state.values.code is None
+    assert code_of(rig, request) is None
     assert rig.admit(request) == [len(tokens)]
     assert request.discard_output_reason is None
     rig.assert_nothing_held()
@@ -322,21 +257,18 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fault", ["no memory left", "a kernel that does not launch"])
 def test_a_load_that_fails_once_is_launched_once_more(
-    fault: str, seed: int, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+    fault: str, seed: int, make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was launched of it is under way still, in whatever order streams run."""
     monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 6 << 10)  # a cell a lane
     tokens, gpu = prompt(0), PoorDevice(seed)
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    expected = written(make, tokens)
+    rig = reader(make, gpu)
     gpu.refuses_to_launch = int(fault == "a kernel that does not launch")
     gpu.lacks_memory = int(fault == "no memory left")
     found = loaded(rig, tokens)
     assert gpu.lacks_memory == gpu.refuses_to_launch == 0
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_close(found, expected)
     rig.assert_nothing_held()
 
 
@@ -371,27 +303,25 @@ def test_scratch_memory_is_a_share_of_what_is_free(
     caplog.set_level("INFO")
     rig = make(num_layers=LAYERS, gpu=RoomyDevice(free_mib, most_mib))
     assert f"loads use {used_mib} MiB of scratch memory on the GPU, where {free_mib} were free" in caplog.text
-    loader = rig.linker._loader
-    assert isinstance(loader, GpuLoader)
-    assert [len(lane.scratch) for lane in loader._lanes] == [(used_mib << 20) // gpu_loads.LANES] * gpu_loads.LANES
+    assert [len(lane.scratch) for lane in loader_of(rig)._lanes] == [
+        (used_mib << 20) // gpu_loads.LANES
+    ] * gpu_loads.LANES
 
 
 SEEDS = range(8)
 
 
 def test_parts_share_scratch_memory_and_layers_are_read_in_whatever_order_streams_run(
-    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the streams of copies, of kernels or of the model do not wait, some orders give wrong values."""
     monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 6 << 10)  # a cell a lane
     tokens = prompt(0)
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
+    expected = written(make, tokens)
 
     def is_right(seed: int, impatient: Callable[[FakeDevice, GpuLoader], Sequence[Stream]]) -> bool:
         gpu = FakeDevice(seed)
-        rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+        rig = reader(make, gpu)
         loader, counter = rig.linker._loader, rig.linker.layer_done_counter
         assert isinstance(loader, GpuLoader)
         request, seen, wait_until = rig.arrive(tokens), dict[int, list[torch.Tensor]](), counter.wait_until
@@ -412,8 +342,7 @@ def test_parts_share_scratch_memory_and_layers_are_read_in_whatever_order_stream
         gpu.run()
         if request.discard_output_reason is not None:  # wrong checksums
             return False
-        matched = rig.cache.match_prefix(linker_rig.MatchPrefixParams(key=key_of(tokens)))
-        slots = rig.cache.path_device_indices(matched.last_device_node)
+        slots = rig.slots_of(tokens)
         found = [seen[layer][tensor][slots] for tensor in range(2) for layer in range(LAYERS)]
         return all(torch.allclose(x, y, rtol=1e-5, atol=1e-5) for x, y in zip(found, expected, strict=True))
 
@@ -425,12 +354,12 @@ def test_parts_share_scratch_memory_and_layers_are_read_in_whatever_order_stream
 
 @pytest.mark.parametrize("codec", ["ans", "zstd"])
 def test_shared_memory_that_cannot_be_pinned_is_copied_all_the_same(
-    codec: str, make: MakeRig, quantiser: KltQuantiser, caplog: pytest.LogCaptureFixture
+    codec: str, make: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu = PoorDevice()
     gpu.refuses_to_pin = True
-    make(quantiser=quantiser, codec=codec, num_layers=LAYERS).stored(prompt(0))
-    rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
+    written(make, prompt(0), codec=codec)
+    rig = reader(make, gpu, codec=codec)
     for _ in range(2):
         loaded(rig, prompt(0))
         rig.flush()
@@ -438,47 +367,14 @@ def test_shared_memory_that_cannot_be_pinned_is_copied_all_the_same(
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("codec", ["ans", "zstd"])
-def test_only_the_memory_that_loads_read_is_pinned(
-    codec: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Piece by piece, and no copy reaches from one piece into the next."""
-    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 192)
-    monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
-    copied: list[tuple[int, int]] = []
-    copy_ranges = FakeDevice.copy_ranges
-
-    def noted(
-        self: FakeDevice, into: Any, places: Any, source: torch.Tensor, begins: Any, sizes: Any, **options: Any
-    ) -> None:
-        first = source.data_ptr() + begins
-        copied.extend(zip(first.tolist(), (first + sizes).tolist(), strict=True))
-        copy_ranges(self, into, places, source, begins, sizes, **options)
-
-    monkeypatch.setattr(FakeDevice, "copy_ranges", noted)
-    tokens, gpu = prompt(0), FakeDevice()
-    cpu = make(quantiser=quantiser, codec=codec, num_layers=LAYERS)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
-    rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
-    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in gpu.pinned_memory]
-    assert len(set(pinned)) == len(pinned) > 2
-    assert sum(end - begin for begin, end in pinned) < rig.served.service._prompts.arena.num_bytes
-    assert copied
-    assert all(any(begin <= x and y <= end for begin, end in pinned) for x, y in copied)
-    rig.linker.close()
-    assert not gpu.pinned_memory
-
-
-class WatchedDevice(FakeDevice):
-    """Notes the threads that pin."""
+class PinningDevice(FakeDevice):
+    """Notes the threads that pin, and whether copies are from pinned memory. Those that are must stay in one piece."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pinning: list[str] = []
         self.unpinning: list[str] = []
+        self.copied_as: list[bool] = []  # by copy, whether as pinned
 
     def pin(self, memory: torch.Tensor) -> None:
         self.pinning.append(threading.current_thread().name)
@@ -488,47 +384,58 @@ class WatchedDevice(FakeDevice):
         self.unpinning.append(threading.current_thread().name)
         super().unpin(memory)
 
+    def copy_ranges(
+        self, into: torch.Tensor, places: Any, source: torch.Tensor, begins: Any, sizes: Any, *, is_pinned: bool = True
+    ) -> None:
+        self.copied_as.append(is_pinned)
+        pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in self.pinned_memory]
+        for begin, size in zip((source.data_ptr() + begins).tolist(), sizes.tolist(), strict=True):
+            assert not is_pinned or any(x <= begin and begin + size <= y for x, y in pinned), "it is not pinned"
+        super().copy_ranges(into, places, source, begins, sizes, is_pinned=is_pinned)
+
     @property
     def num_pinned_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.pinned_memory)
 
 
-@pytest.mark.parametrize("codec", ["ans", "zstd"])
-def test_a_staged_prompt_is_pinned_before_its_load(
-    codec: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 192)
     monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
-    tokens, gpu = prompt(0), WatchedDevice()
-    make(quantiser=quantiser, codec=codec, num_layers=LAYERS).stored(tokens)
-    rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
+
+
+@pytest.mark.parametrize("codec", ["ans", "zstd"])
+@pytest.mark.usefixtures("_small_pieces")
+def test_only_the_memory_that_a_load_reads_is_pinned_and_before_it(codec: str, make: MakeRig) -> None:
+    """Piece by piece, and no copy reaches from one piece into the next."""
+    tokens, gpu = prompt(0), PinningDevice()
+    expected = written(make, tokens, codec=codec)
+    rig = reader(make, gpu, codec=codec)
     assert not gpu.pinning
     request = rig.arrive_staged(tokens)
-    loader = rig.linker._loader
-    assert isinstance(loader, GpuLoader)
-    loader._pins.submit(int).result()  # all that was asked for is pinned
+    loader_of(rig)._pins.submit(int).result()  # all that was asked for is pinned
     num_pinned = len(gpu.pinning)
-    assert num_pinned > 2
-    assert rig.admit(request) == [len(tokens)]
+    assert len({x.data_ptr() for x in gpu.pinned_memory}) == num_pinned > 2
+    assert gpu.num_pinned_bytes < rig.served.service._prompts.arena.num_bytes
+    assert_close(loaded(rig, tokens, request), expected)
     assert len(gpu.pinning) == num_pinned
     assert {name.rpartition("_")[0] for name in gpu.pinning} == {"kvfetch-pin"}
+    assert set(gpu.copied_as) == {True}
+    rig.linker.close()
+    assert not gpu.pinned_memory
 
 
-def test_memory_that_will_be_in_use_is_pinned_from_the_start(
-    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_will_be_in_use_is_pinned_from_the_start(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not pinned any more after a detach, before anything else comes. A load never unpins."""
     monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 4 << 10)
     monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 8 << 10)
-    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(prompt(0))
-    gpu = WatchedDevice()
-    config: dict[str, Any] = {"quantiser": quantiser, "codec": "ans", "num_layers": LAYERS, "mode": "read_only"}
-    rig = make(**config, gpu=gpu, memory_cache="64KiB")
+    written(make, prompt(0))
+    gpu = PinningDevice()
+    rig = reader(make, gpu, memory_cache="64KiB")
     wait_until(lambda: gpu.num_pinned_bytes >= 72 << 10)
     assert gpu.num_pinned_bytes <= 80 << 10
     rig.linker.detach()
-    loader = rig.linker._loader
-    assert isinstance(loader, GpuLoader)
+    loader = loader_of(rig)
     loader._pins.submit(int).result()  # all that was asked for is done
     assert not gpu.pinned_memory
     rig.linker.connect(rig.extra_config)
@@ -538,36 +445,19 @@ def test_memory_that_will_be_in_use_is_pinned_from_the_start(
     assert {name.rpartition("_")[0] for name in gpu.unpinning} == {"kvfetch-pin"}
 
 
-class StrictDevice(FakeDevice):
-    """Refuses to copy ranges as pinned that are not."""
-
-    def copy_ranges(
-        self, into: torch.Tensor, places: Any, source: torch.Tensor, begins: Any, sizes: Any, *, is_pinned: bool = True
-    ) -> None:
-        pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in self.pinned_memory]
-        for begin, size in zip((source.data_ptr() + begins).tolist(), sizes.tolist(), strict=True):
-            assert not is_pinned or any(x <= begin and begin + size <= y for x, y in pinned), "it is not pinned"
-        super().copy_ranges(into, places, source, begins, sizes, is_pinned=is_pinned)
-
-
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_batch_may_have_prompts_of_a_data_plane_that_has_died(
-    is_first: bool, make: MakeRig, quantiser: KltQuantiser
-) -> None:
+def test_a_batch_may_have_prompts_of_a_data_plane_that_has_died(is_first: bool, make: MakeRig) -> None:
     """Its memory is unpinned when no load reads it. A load that comes later copies from it as from any memory."""
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    for seed in range(3):
-        cpu.stored(prompt(seed))
-    gpu = StrictDevice()
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    written(make, *map(prompt, range(3)))
+    gpu = PinningDevice()
+    rig = reader(make, gpu)
     ours, later = rig.arrive_staged(prompt(0)), rig.arrive_staged(prompt(2))
     former = rig.parts.plane.memory
     rig.parts.plane._peer.running.kill()
     rig.settle(lambda: rig.parts.plane.memory is not former)
     theirs = rig.arrive_staged(prompt(1))
     assert rig.admit(*((ours, theirs) if is_first else (theirs, ours))) == [32, 32]
-    loader = rig.linker._loader
-    assert isinstance(loader, GpuLoader)
+    loader = loader_of(rig)
     assert [memory.whole is rig.parts.plane.memory for memory in loader._memories] == [True]
     assert rig.admit(later) == [32]
     gpu.run()
@@ -575,17 +465,13 @@ def test_a_batch_may_have_prompts_of_a_data_plane_that_has_died(
     rig.assert_nothing_held()
 
 
-def test_nothing_is_pinned_while_sglang_captures_graphs(
-    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_small_pieces")
+def test_nothing_is_pinned_while_sglang_captures_graphs(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinning goes on with the next step."""
-    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 192)
-    monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
-    tokens, gpu = prompt(0), WatchedDevice()
-    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
-    loader = rig.linker._loader
-    assert isinstance(loader, GpuLoader)
+    tokens, gpu = prompt(0), PinningDevice()
+    written(make, tokens)
+    rig = reader(make, gpu)
+    loader = loader_of(rig)
     rig.arrive_staged(tokens)
     monkeypatch.setattr(rig.linker._pages, "wait_until_unused", lambda timeout_s: True)  # nothing runs on the fake
     rig.linker.leave_gpu()
@@ -624,15 +510,12 @@ def test_a_load_does_not_wait_while_other_memory_is_pinned() -> None:
 def test_after_two_loads_in_a_row_have_failed_prompts_come_as_values(
     fault: str,
     make: MakeRig,
-    quantiser: KltQuantiser,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also from a data plane that follows this one, until a store is attached again."""
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    for seed in range(5):
-        cpu.stored(prompt(seed))
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    written(make, *map(prompt, range(5)))
+    rig = reader(make)
 
     def decode(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
         ans_decode_table(data, table, num_energies, out, *args)
@@ -671,15 +554,13 @@ def test_after_two_loads_in_a_row_have_failed_prompts_come_as_values(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_cells_are_decoded_before_the_pass_ends_that_may_still_write_their_slots(
-    seed: int, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+    seed: int, make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Restoring waits for its end: SGLang frees slots while a pass may still write them."""
     tokens, decoded = prompt(0), list[int]()
-    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
-    cpu.stored(tokens)
-    expected = loaded(cpu, tokens)
+    expected = written(make, tokens)
     gpu = FakeDevice(seed)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    rig = reader(make, gpu)
 
     def decode(*args: Any) -> None:
         ans_decode_table(*args)
@@ -704,17 +585,6 @@ def test_cells_are_decoded_before_the_pass_ends_that_may_still_write_their_slots
         torch.testing.assert_close(buffer[slots], values, rtol=1e-5, atol=1e-5)
 
 
-def test_values_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 1 << 10)
-    tokens = prompt(0)
-    make(num_layers=LAYERS).stored(tokens)
-    rig = make(num_layers=LAYERS, gpu=FakeDevice(seed=1), mode="read_only")
-    request = rig.arrive_staged(tokens)
-    assert rig.admit(request) == [32]
-    assert rig.holds(tokens, 32)
-    rig.assert_nothing_held()
-
-
 @pytest.mark.parametrize("is_coded", [True, False])
 def test_layers_compute_while_later_ones_are_loaded(
     is_coded: bool, make: MakeRig, monkeypatch: pytest.MonkeyPatch
@@ -722,8 +592,7 @@ def test_layers_compute_while_later_ones_are_loaded(
     """Whatever is launched for a load takes a millisecond, and a layer's computation 0.75. Cells have three layers, so
     the best that can be had is that a layer computes while the third one after it is restored."""
     layers = 9
-    for module in (device_rig, linker_rig):
-        monkeypatch.setattr(module, "LAYERS", layers)
+    monkeypatch.setattr(device_rig, "LAYERS", layers)
     changes: dict[str, Any] = {"num_layers": layers}
     if is_coded:
         profile = make_profile(num_layers=layers, num_heads=HEADS, head_dim=DIM, cell_layers=3, cell_heads=HEADS)
@@ -758,14 +627,3 @@ def test_layers_compute_while_later_ones_are_loaded(
     for layer in range(layers - 3):
         assert began_ms[layer] < loaded_ms[layer + 3], f"layer {layer} waits for layer {layer + 3}"
     assert computed_ms[-1] < loaded_ms[-1] + layers * 0.75, "nothing overlaps"
-
-
-def test_lanes_and_scratch_memory_are_what_the_model_of_a_load_finds_best() -> None:
-    num_mib = gpu_loads.MOST_SCRATCH_BYTES // gpu_loads.LANES >> 20
-    load = gpu_model.Load(700, 403e6, checks_last=True, most_groups=gpu_model.LAYER_GROUPS)
-    for kernel in gpu_model.NOW.values():
-        ours = gpu_model.run(gpu_loads.LANES, num_mib, kernel, load)
-        for lanes, mib in gpu_model.SCRATCH:
-            other = gpu_model.run(lanes, mib, kernel, load)
-            assert ours.load_s <= other.load_s
-            assert ours.lost_s <= other.lost_s

@@ -19,7 +19,6 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.engine import process
 from sgl_kvfetch.plane.fetch.reads import UnitReader
 from sgl_kvfetch.plane.memory_cache import MemoryCache
@@ -30,9 +29,8 @@ from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.gpu_models import LAYERS, loaded, make_quantiser, use_small_model
-from tests.plugin.device.rig import Request, Rig, prompt
+from tests.plugin.device.gpu_models import assert_close, code_of, left, loaded, reader, staged, use_small_model, written
+from tests.plugin.device.rig import Rig, prompt
 from tests.reasons import assert_counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -47,11 +45,6 @@ def _small_model(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_model(monkeypatch)
     monkeypatch.setattr(quantisers, "SPAN_TOKENS", 16)
     monkeypatch.setattr(runtime, "INTERPRETED", False)
-
-
-@pytest.fixture
-def quantiser() -> KltQuantiser:
-    return make_quantiser()
 
 
 @pytest.fixture
@@ -84,38 +77,12 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return done
 
 
-def written(make: MakeRig, tokens: list[int] = TOKENS, **config: Any) -> list[torch.Tensor]:
-    """Let a server without a GPU write a prompt, and return what it restores of it."""
-    cpu = make(codec="ans", num_layers=LAYERS, **config)
-    cpu.stored(tokens)
-    return loaded(cpu, tokens)
-
-
-def reader(make: MakeRig, memory_cache: str = "1MiB", **config: Any) -> Rig:
-    config = {"mode": "read_only"} | config
-    return make(codec="ans", num_layers=LAYERS, gpu=FakeDevice(), memory_cache=memory_cache, **config)
-
-
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # sums in another order
+def with_memory(make: MakeRig, memory_cache: str = "1MiB", **config: Any) -> Rig:
+    return reader(make, memory_cache=memory_cache, **config)
 
 
 def memory_of(rig: Rig) -> MemoryCache:
     return rig.service.client.reads.memory
-
-
-def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
-    """Return a request that waits for admission, and the chunks of its cells."""
-    request = rig.arrive_staged(tokens)
-    code = rig.linker.prefixes._prefixes[request.rid].state.values.code
-    assert code is not None
-    return request, code.chunks
-
-
-def left(rig: Rig, request: Request) -> None:
-    rig.linker.prefixes.leave(request.rid)
-    rig.hear_plane()
 
 
 def is_in_memory(rig: Rig, chunks: np.ndarray) -> np.ndarray:
@@ -131,13 +98,13 @@ def assert_nothing_held(rig: Rig) -> None:
 
 @pytest.mark.process
 def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_check(
-    make: MakeRig, quantiser: KltQuantiser, store: str, work: Counter[str]
+    make: MakeRig, store: str, work: Counter[str]
 ) -> None:
-    expected = written(make, quantiser=quantiser, store=store)
-    rig = reader(make, quantiser=quantiser, store=store)
+    expected = written(make, TOKENS, store=store)
+    rig = with_memory(make, store=store)
     work.clear()
     read_before = metrics.WIRE_BYTES.labels("read")._value.get()
-    assert_equal(loaded(rig, TOKENS), expected)
+    assert_close(loaded(rig, TOKENS), expected)
     assert (work["copied"], work["verified"]) == (0, 16)  # two layer groups and two heads of four spans
     assert work["read"] == metrics.WIRE_BYTES.labels("read")._value.get() - read_before > 0
     rig.evict()
@@ -145,7 +112,7 @@ def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_chec
     for _ in range(2):
         work.clear()
         hits_before = metrics.MEMORY_CACHE_READ_BYTES._value.get()
-        request, here = staged(rig)
+        request, here = staged(rig, TOKENS)
         chunks.append(here.copy())
         assert is_in_memory(rig, here).all()
         assert rig.admit(request) == [len(TOKENS)]
@@ -153,22 +120,20 @@ def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_chec
         assert not work
         assert metrics.MEMORY_CACHE_READ_BYTES._value.get() - hits_before > here["size"].sum()
     assert np.array_equal(chunks[0]["start"], chunks[1]["start"])
-    assert_equal(loaded(rig, TOKENS), expected)
+    assert_close(loaded(rig, TOKENS), expected)
     assert_nothing_held(rig)
 
 
-def test_a_prompt_that_was_written_is_checked_once(
-    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], tmp_path: Path
-) -> None:
-    expected = written(make, quantiser=quantiser)
+def test_a_prompt_that_was_written_is_checked_once(make: MakeRig, work: Counter[str], tmp_path: Path) -> None:
+    expected = written(make, TOKENS)
     with serving(tmp_path / "other") as other:
-        rig = reader(make, quantiser=quantiser, mode="read_write", store=other)
+        rig = with_memory(make, mode="read_write", store=other)
         rig.compute(TOKENS)
         rig.write_all()
         for num_verified in (16, 0, 0):
             rig.evict()
             work.clear()
-            assert_equal(loaded(rig, TOKENS), expected)
+            assert_close(loaded(rig, TOKENS), expected)
             assert work == Counter(verified=num_verified)
         assert_nothing_held(rig)
 
@@ -189,12 +154,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_prompt_in_memory_is_there_in_the_step_after_its_arrival(
-    make: MakeRig, quantiser: KltQuantiser, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang makes a step in each forward pass, so one more would be a pass more."""
-    expected = written(make, quantiser=quantiser)
-    rig = reader(make, quantiser=quantiser)
-    request, _ = staged(rig)
+    expected = written(make, TOKENS)
+    rig = with_memory(make)
+    request, _ = staged(rig, TOKENS)
     left(rig, request)
     monkeypatch.setattr(process, "_WORD_S", WAIT_S)
     request = rig.arrive(TOKENS)
@@ -207,7 +172,7 @@ def test_a_prompt_in_memory_is_there_in_the_step_after_its_arrival(
     assert not rig.is_parked(request)
     assert max(waits) > NO_WORD_S
     left(rig, request)
-    assert_equal(loaded(rig, TOKENS), expected)
+    assert_close(loaded(rig, TOKENS), expected)
     assert_nothing_held(rig)
 
 
@@ -226,13 +191,12 @@ def test_no_step_waits_for_the_store(
     last_s: float,
     most_s: float,
     make: MakeRig,
-    quantiser: KltQuantiser,
     waits: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``most_s``: for its word. Nor does a step wait for what an earlier one has not waited for."""
-    written(make, quantiser=quantiser)
-    rig = reader(make, memory_cache, quantiser=quantiser)
+    written(make, TOKENS)
+    rig = with_memory(make, memory_cache)
     rig.store.reads.is_open = False
     request = rig.arrive(TOKENS)
     for of_step in ([0.0, most_s], [0.0]):
@@ -249,12 +213,12 @@ def test_no_step_waits_for_the_store(
 
 
 def test_what_does_not_fit_is_loaded_from_staging(
-    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, work: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = written(make, quantiser=quantiser)
-    whole = reader(make, quantiser=quantiser)
-    _, chunks = staged(whole)
-    rig = reader(make, f"{int(chunks['size'].sum() * 0.8)}B", quantiser=quantiser)
+    expected = written(make, TOKENS)
+    whole = with_memory(make)
+    _, chunks = staged(whole, TOKENS)
+    rig = with_memory(make, f"{int(chunks['size'].sum() * 0.8)}B")
     copies = list[int]()
     runs = gpu_loads._runs
 
@@ -265,59 +229,41 @@ def test_what_does_not_fit_is_loaded_from_staging(
 
     monkeypatch.setattr(gpu_loads, "_runs", count_runs)
     for _ in range(2):
-        request, chunks = staged(rig)
+        request, chunks = staged(rig, TOKENS)
         is_here = is_in_memory(rig, chunks)
         assert 0 < is_here.sum() < len(chunks)
-        code = rig.linker.prefixes._prefixes[request.rid].state.values.code
+        code = code_of(rig, request)
         assert code is not None
         assert is_here[code.cells["first_token"] == 0].all()
         left(rig, request)
-        assert_equal(loaded(rig, TOKENS), expected)
+        assert_close(loaded(rig, TOKENS), expected)
         rig.evict()
     assert max(copies) > 1
     work.clear()
-    staged(rig)
+    staged(rig, TOKENS)
     assert 0 < work["verified"] < 16
     rig.flush()
 
 
-def test_what_is_held_is_not_evicted(make: MakeRig, quantiser: KltQuantiser) -> None:
+def test_what_is_held_is_not_evicted(make: MakeRig) -> None:
     others = [prompt(seed, NUM_PAGES) for seed in range(1, 4)]
-    expected = [written(make, tokens, quantiser=quantiser) for tokens in (TOKENS, *others)]
-    whole = reader(make, quantiser=quantiser)
-    _, chunks = staged(whole)
-    rig = reader(make, f"{int(chunks['size'].sum() * 1.5)}B", quantiser=quantiser)
-    request, chunks = staged(rig)
+    expected = [written(make, tokens) for tokens in (TOKENS, *others)]
+    whole = with_memory(make)
+    _, chunks = staged(whole, TOKENS)
+    rig = with_memory(make, f"{int(chunks['size'].sum() * 1.5)}B")
+    request, chunks = staged(rig, TOKENS)
     assert is_in_memory(rig, chunks).all()
     for tokens, theirs in zip(others, expected[1:], strict=True):
-        assert_equal(loaded(rig, tokens), theirs)
+        assert_close(loaded(rig, tokens), theirs)
     assert rig.admit(request) == [len(TOKENS)]
     rig.evict()
-    assert_equal(loaded(rig, TOKENS), expected[0])
+    assert_close(loaded(rig, TOKENS), expected[0])
     assert_nothing_held(rig)
 
 
-def test_a_request_that_leaves_lets_go(make: MakeRig, quantiser: KltQuantiser) -> None:
-    others = [prompt(seed, NUM_PAGES) for seed in range(1, 3)]
-    for tokens in (TOKENS, *others):
-        written(make, tokens, quantiser=quantiser)
-    rig = reader(make, "12KiB", quantiser=quantiser)
-    request, _ = staged(rig)
-    assert any(entry.num_holders for entry in memory_of(rig)._entries.values())
-    left(rig, request)
-    assert_nothing_held(rig)
-    for tokens in others:
-        request, chunks = staged(rig, tokens)
-        assert is_in_memory(rig, chunks).any()
-        left(rig, request)
-    assert_nothing_held(rig)
-
-
-def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(
-    make: MakeRig, quantiser: KltQuantiser
-) -> None:
-    expected = written(make, quantiser=quantiser)
-    rig = reader(make, quantiser=quantiser)
+def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(make: MakeRig) -> None:
+    expected = written(make, TOKENS)
+    rig = with_memory(make)
     rig.store.reads.is_open = False
     request = rig.arrive(TOKENS)
     rig.settle(lambda: rig.store.reads.num_waiting > 0)
@@ -325,89 +271,66 @@ def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(
     rig.store.reads.is_open = True
     rig.settle(lambda: not memory_of(rig)._room._taken)
     assert_nothing_held(rig)
-    assert_equal(loaded(rig, TOKENS), expected)
+    assert_close(loaded(rig, TOKENS), expected)
     rig.evict()
-    _, chunks = staged(rig)
+    _, chunks = staged(rig, TOKENS)
     assert is_in_memory(rig, chunks).all()
 
 
-def test_emptied_caches_lose_what_is_in_memory_but_not_what_is_held(
-    make: MakeRig, quantiser: KltQuantiser, work: Counter[str]
-) -> None:
-    expected = written(make, quantiser=quantiser)
-    rig = reader(make, quantiser=quantiser)
-    request, _ = staged(rig)
+def test_emptied_caches_lose_what_is_in_memory_but_not_what_is_held(make: MakeRig, work: Counter[str]) -> None:
+    expected = written(make, TOKENS)
+    rig = with_memory(make)
+    request, _ = staged(rig, TOKENS)
     rig.parts.plane.flush()
     rig.hear_plane()
     assert rig.admit(request) == [len(TOKENS)]
     rig.evict()
     work.clear()
-    assert_equal(loaded(rig, TOKENS), expected)
+    assert_close(loaded(rig, TOKENS), expected)
     assert work["read"]
     assert_nothing_held(rig)
 
 
 def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
-    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], tmp_path: Path
+    make: MakeRig, work: Counter[str], tmp_path: Path
 ) -> None:
     key = tmp_path / "key"
     key.write_text("0f" * 32)
-    config: dict[str, Any] = {"quantiser": quantiser, "key_file": str(key)}
-    expected = written(make, **config)
-    rig = reader(make, **config)
-    assert_equal(loaded(rig, TOKENS), expected)
+    config: dict[str, Any] = {"key_file": str(key)}
+    expected = written(make, TOKENS, **config)
+    rig = with_memory(make, **config)
+    assert_close(loaded(rig, TOKENS), expected)
     for _ in range(2):
         rig.evict()
         work.clear()
-        request, chunks = staged(rig)
+        request, chunks = staged(rig, TOKENS)
         assert not is_in_memory(rig, chunks).any()
         assert work == Counter(verified=16)
         assert rig.admit(request) == [len(TOKENS)]
     rig.evict()
-    assert_equal(loaded(rig, TOKENS), expected)
+    assert_close(loaded(rig, TOKENS), expected)
     assert_nothing_held(rig)
 
 
 def test_cells_that_the_gpu_decodes_wrongly_are_read_again_and_decoded_by_the_cpu(
-    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, work: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = written(make, quantiser=quantiser)
-    rig = reader(make, quantiser=quantiser)
+    expected = written(make, TOKENS)
+    rig = with_memory(make)
 
     def decode(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
         ans_decode_table(data, table, num_energies, out, *args)
         out[0] ^= 1
 
     monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
-    request, _ = staged(rig)
+    request, _ = staged(rig, TOKENS)
     with assert_counted("load", Reason.CORRUPT):
         rig.admit(request)
     rig.hear_plane()
     assert not memory_of(rig)._entries
     for is_read in (True, False):
         work.clear()
-        assert_equal(loaded(rig, TOKENS), expected)
+        assert_close(loaded(rig, TOKENS), expected)
         assert bool(work["read"]) == is_read
         rig.evict()
-    assert_nothing_held(rig)
-
-
-def test_another_data_plane_finds_nothing_of_the_former_one(
-    make: MakeRig, quantiser: KltQuantiser, work: Counter[str]
-) -> None:
-    """As after a change of profile. The loader pins the memory of the new one instead."""
-    expected = written(make, quantiser=quantiser)
-    rig = reader(make, quantiser=quantiser)
-    assert_equal(loaded(rig, TOKENS), expected)
-    gpu = rig.linker._pages.device
-    assert isinstance(gpu, FakeDevice)
-    before = list(gpu.pinned_memory)
-    rig.evict()
-    rig.linker.detach()
-    rig.linker.connect(rig.extra_config)
-    assert not memory_of(rig)._entries
-    work.clear()
-    assert_equal(loaded(rig, TOKENS), expected)
-    assert work["read"]
-    assert not {x.data_ptr() for x in before} & {x.data_ptr() for x in gpu.pinned_memory}
     assert_nothing_held(rig)

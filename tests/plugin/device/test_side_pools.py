@@ -4,7 +4,6 @@ a fake GPU, where states are tried as well."""
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,8 +24,6 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from harness.metrics import own_metric
-from harness.waiting import wait_until
 from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import Side
@@ -39,12 +36,11 @@ from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
 from sgl_kvfetch.protocol.arena import StagedValues
 from sgl_kvfetch.types import TENSORS
-from tests.plugin.backends import DIM, HEADS, LAYERS, PAGE_SIZE, POOL_PAGES, make_mla_pool, make_pool
+from tests.plugin.backends import DIM, HEADS, LAYERS, PAGE_SIZE, POOL_PAGES, make_mla_pool, make_pool, make_states
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.cuda_pages import always_and_without, make_pages, slots_of, stored
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.rig import Rig, prompt
-from tests.plugin.host.test_mamba_pool import make_states
 
 pytestmark = pytest.mark.slow
 
@@ -158,29 +154,6 @@ def side_objects(root: Path) -> Iterator[tuple[Side, Path]]:
         yield from ((side, root / manifest.data_name(side)) for side in manifest.sides)
 
 
-def with_a_rank_that_has(num_pages: int) -> Callable[[torch.Tensor], None]:
-    """Return the collective with another rank that stages so many pages of each prompt."""
-    theirs = torch.tensor([[1], [num_pages], [-num_pages]])
-
-    def agree(values: torch.Tensor) -> None:
-        if values.ndim == 2:  # the board's
-            values.copy_(torch.minimum(values, theirs))
-
-    return agree
-
-
-@pytest.mark.parametrize(("kind", "num_theirs", "num_loaded"), [("windows", 7, 0), ("windows", 9, 0), ("draft", 7, 28)])
-def test_ranks_that_staged_other_numbers_of_pages(make: MakeRig, kind: str, num_theirs: int, num_loaded: int) -> None:
-    """The window is for the end of what a rank has. Both see that at once, and neither waits for room for nothing."""
-    make(**KINDS[kind]).stored(tokens := prompt(0))
-    rig = make(**KINDS[kind], agree=with_a_rank_that_has(num_theirs))
-    request = rig.arrive_staged(tokens)
-    assert rig.linker.prefixes.has(request.rid) == bool(num_loaded)
-    assert rig.admit(request) == [num_loaded]
-    assert holds(rig, tokens)
-    rig.assert_nothing_held()
-
-
 def test_side_pages_of_nodes_before_are_written_where_the_store_lost_them(rig: Rig) -> None:
     """A window begins before its node, which is shorter than it."""
     longer = rig.lost(prompt(0)) + prompt(1, 1)
@@ -213,22 +186,6 @@ def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, 
     rig.flush()
     assert rig.fetch(other) == (num_tokens + 31) // 4 * 4
     assert rig.holds(other, (num_tokens + 31) // 4 * 4)
-    rig.assert_nothing_held()
-
-
-@pytest.mark.parametrize(("kind", "has_pairs"), [("draft", True), ("packed", False), ("indexer", False)])
-def test_hits_with_drafts_and_indexers_are_audited(make: MakeRig, kind: str, has_pairs: bool) -> None:
-    """The engine computes the end of a hit, which is compared. The rest is loaded with all that it needs."""
-    rig = make(following=kind, has_pairs=has_pairs, audit_share=1)
-    tokens = prompt(0, num_pages=48)
-    num_tokens = len(tokens) - (4 if has_pairs else 0)  # in whole pages of pairs
-    rig.stored(tokens)
-    audited = own_metric("sgl_kvfetch_audits_total", result="sound")
-    num_loaded = rig.fetch(tokens)
-    assert 0 < num_loaded < num_tokens
-    assert rig.holds(tokens, num_tokens)
-    rig.write_all()
-    wait_until(lambda: own_metric("sgl_kvfetch_audits_total", result="sound") == audited + 1)
     rig.assert_nothing_held()
 
 
@@ -285,46 +242,40 @@ def latent_pool(num_layers: int = LAYERS) -> MLATokenToKVPool:
     return MLATokenToKVPool(POOL_PAGES * PAGE_SIZE, PAGE_SIZE, torch.float32, 48, 16, num_layers, "cpu", False)
 
 
+def fill(drafts: Sequence[Any], host: Any, first_layer: int) -> None:
+    """Let pools of draft layers have what the host pool has of its layers, from this one on."""
+    for number, (draft, layer) in enumerate(((x, layer) for x in drafts for layer in range(x.layer_num)), first_layer):
+        is_mla = isinstance(draft, MLATokenToKVPool)
+        of_draft = [draft.kv_buffer] if is_mla else [draft.k_buffer, draft.v_buffer]
+        for buffers, x in zip(of_draft, [host.kv_buffer] if is_mla else host.kv_buffer, strict=True):
+            values = pages_view(x, host.layout, PAGE_SIZE).flatten(0, 1)
+            buffers[layer][: len(values)] = values[:, number]
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
 @pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
-def test_a_draft_model_s_page_is_that_of_the_host_pool(layout: str, is_mla: bool) -> None:
-    draft: Any
-    if is_mla:
-        host, draft, pool = make_mla_pool(layout), latent_pool(), latent_pool()
-        values = pages_view(host.kv_buffer, layout, PAGE_SIZE).flatten(0, 1)
-        for layer, buffer in enumerate(draft.kv_buffer):
-            buffer[: len(values)] = values[:, layer]
-    else:
-        host, draft, pool = make_pool(layout), plain_pool(), plain_pool()
-        for buffers, x in zip((draft.k_buffer, draft.v_buffer), host.kv_buffer, strict=True):
-            for layer, buffer in enumerate(buffers):
-                buffer[: POOL_PAGES * PAGE_SIZE] = pages_view(x, layout, PAGE_SIZE).flatten(0, 1)[:, layer]
-        host.kv_buffer = torch.stack(host.kv_buffer)
-    pools = following(pool, draft=draft)
-    assert_equal_pages("draft", host, pools.side_buffers["draft"], 3 * PAGE_SIZE)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["a draft model", "packed layers"])
+def test_a_page_of_draft_layers_is_that_of_the_host_pool(layout: str, is_mla: bool, is_packed: bool) -> None:
+    """The last two layers of the host pool are MTP's, if they are packed."""
+    host: Any = make_mla_pool(layout) if is_mla else make_pool(layout)
+    make_device = latent_pool if is_mla else plain_pool
+    if is_packed:
+        host.target_layer_num, drafts = LAYERS - 2, [make_device(1) for _ in range(2)]
+        fill(drafts, host, host.target_layer_num)
+        pools = following(make_device(3), packed=drafts)
+        assert pools.sides.has_draft
+        assert_equal_pages(PACKED, HostPages(host).packed, pools.side_buffers[PACKED], 3 * PAGE_SIZE)
+        return
+    draft: Any = make_device()
+    fill([draft], host, 0)
+    pools = following(make_device(), draft=draft)
     if is_mla:  # of other kinds of models, each rank's part is under its own name
         pools.sides.identity(0, 2, is_mla=True)
     else:
+        host.kv_buffer = torch.stack(host.kv_buffer)
         with pytest.raises(UnsupportedError, match="draft differ between ranks"):
             pools.sides.identity(0, 2, is_mla=True)
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-@pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
-def test_a_page_of_packed_layers_is_that_of_the_host_pool(layout: str, is_mla: bool) -> None:
-    """The last two layers of the host pool are MTP's."""
-    host: Any = make_mla_pool(layout) if is_mla else make_pool(layout)
-    host.target_layer_num = LAYERS - 2
-    drafts: list[Any] = [(latent_pool if is_mla else plain_pool)(1) for _ in range(2)]
-    in_host = [host.kv_buffer] if is_mla else host.kv_buffer
-    for depth, draft in enumerate(drafts):
-        buffers = draft.kv_buffer if is_mla else (*draft.k_buffer, *draft.v_buffer)
-        for x, buffer in zip(in_host, buffers, strict=True):
-            values = pages_view(x, layout, PAGE_SIZE).flatten(0, 1)
-            buffer[: len(values)] = values[:, host.target_layer_num + depth]
-    pools = following((latent_pool if is_mla else plain_pool)(3), packed=drafts)
-    assert pools.sides.has_draft
-    assert_equal_pages(PACKED, HostPages(host).packed, pools.side_buffers[PACKED], 3 * PAGE_SIZE)
+    assert_equal_pages("draft", host, pools.side_buffers["draft"], 3 * PAGE_SIZE)
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
@@ -454,20 +405,6 @@ def test_slots_stay_on_a_gpu(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> 
     assert {*seen} == {"load", "offload", "get_component_device_value", "path_device_indices"}
 
 
-def test_both_modes_share_windows_with_a_gpu(make: MakeRig) -> None:
-    """The CPU engine's pages are those of host pools, which is tested above."""
-    tokens, longer = prompt(0), prompt(0) + prompt(1, 3)
-    make(window=WINDOW).stored(tokens)
-    gpu = make(window=WINDOW, gpu=FakeDevice())
-    assert gpu.fetch(longer) == 32
-    assert gpu.holds_window(longer, WINDOW)
-    gpu.write_all()
-    cpu = make(window=WINDOW)
-    assert cpu.fetch(longer) == 44
-    assert cpu.holds(longer, 44)
-    assert cpu.holds_window(longer, WINDOW)
-
-
 SLOTS, STATE_PAGES = 6, 3
 
 
@@ -533,17 +470,3 @@ def test_states_are_read_after_they_are_computed() -> None:
         return torch.equal(found, states.gather(torch.tensor([4, 1])))
 
     assert always_and_without(is_right) == (True, False)
-
-
-def test_parts_of_side_pages_are_all_bytes_once() -> None:
-    rng = random.Random(0)
-    for _ in range(100):
-        rows = [rng.randrange(1, 20) for _ in range(rng.randrange(1, 6))]
-        buffers = SideBuffers([torch.empty(4, n, dtype=torch.uint8) for n in rows], 1, torch.uint8)
-        num_pages, most = rng.randrange(1, 6), rng.randrange(max(rows), 60)
-        counts = torch.zeros(num_pages, sum(rows), dtype=torch.int64)
-        for part in buffers.parts(num_pages, most):
-            assert len(part.pages) * len(part.columns) <= most
-            assert len(part.columns) == sum(rows[part.buffers])
-            counts[part.pages.start : part.pages.stop, part.columns.start : part.columns.stop] += 1
-        assert bool((counts == 1).all())

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
-from sglang.srt.observability.trace import TraceNullContext
 
 from harness.waiting import wait_until
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.device.waiting_queue import _arrive
 from sgl_kvfetch.timeline import Recorded
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import Request, prompt
+from tests.plugin.device.rig import prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -86,22 +81,3 @@ def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str, rea
     kept.await_end(request.rid)
     assert kept.of(request.rid)["parked"].attributes == {"end": end, "reason": reason, "tokens": 0}
     rig.assert_nothing_held()
-
-
-def test_a_fetch_belongs_to_sglangs_span_of_its_request(make: MakeRig, kept: Kept) -> None:
-    rig = make()
-    span = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1)))
-    traced = SimpleNamespace(tracing_enable=True, root_span_context=set_span_in_context(span))
-    scheduler: Any = SimpleNamespace(tree_cache=rig.cache, waiting_queue=[])
-    requests = [Request(f"r{seed}", [*prompt(seed), 1]) for seed in range(2)]
-    for request, context in zip(requests, (traced, TraceNullContext()), strict=True):
-        request.time_stats = SimpleNamespace(trace_ctx=context)
-        _arrive(scheduler, rig.linker, request)
-    rig.await_unparked(*requests)
-    kept.await_end(requests[1].rid)
-    timelines = [kept.of(request.rid)["parked"].request for request in requests]
-    child, own = timelines
-    assert child.traceparent.startswith(f"00-{0xABC:032x}-")
-    assert child.parent_id == 0xDEF
-    assert own.traceparent.startswith("00-")
-    assert own.parent_id == 0

@@ -36,9 +36,10 @@ from tests.plugin.backends import (
     keys,
     make_cache,
     make_pool,
+    make_side_pool,
     tokens as slots,
+    transfer,
 )
-from tests.plugin.host.test_side_pools import make_side_pool, transfer
 from tests.plugin.planes import Served
 from tests.segments import there_and_back
 

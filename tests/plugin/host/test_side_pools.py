@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from harness.metrics import own_metric
@@ -22,46 +22,33 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.engine import process
 from sgl_kvfetch.errors import StoreError, UnsupportedError
 from sgl_kvfetch.plane.write import writer as writer_module
+from sgl_kvfetch.plugin import identity
+from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.reasons import Reason
-from tests.plugin.backends import PAGE_SIZE, POOL_PAGES, Make, after, keys, make_pool, storage_config, tokens
+from sgl_kvfetch.types import TENSORS
+from tests.codec.quant.profiles import make_profile, values_of
+from tests.plugin.backends import (
+    LAYERS,
+    PAGE_SIZE,
+    Make,
+    after,
+    keys,
+    make_indexer,
+    make_minimax_indexer,
+    make_mla_pool,
+    make_pool,
+    make_side_pool,
+    make_states,
+    storage_config,
+    tokens,
+    transfer,
+)
 from tests.plugin.planes import Served
 from tests.reasons import assert_counted
 
 SWA, INDEXER = PoolName.SWA, PoolName.INDEXER
-
-
-def make_side_pool(seed: int = 0, layout: str = "page_first_direct", **changes: Any) -> MHATokenToKVPoolHost:
-    """Return one of SGLang's pools, filled with numbers, with only what its whole pages need."""
-    layers, heads, dim = 2, 2, 16
-    shape = {
-        "layer_first": (2, layers, POOL_PAGES * PAGE_SIZE, heads, dim),
-        "page_first": (2, POOL_PAGES * PAGE_SIZE, layers, heads, dim),
-        "page_first_direct": (2, POOL_PAGES, layers, PAGE_SIZE, heads, dim),
-    }[layout]
-    pool = object.__new__(MHATokenToKVPoolHost)
-    attributes = dict(
-        layout=layout,
-        page_size=PAGE_SIZE,
-        dtype=torch.bfloat16,
-        layer_num=layers,
-        head_num=heads,
-        head_dim=dim,
-        device="cpu",
-        pin_memory=False,
-        kv_buffer=torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16),
-    )
-    for name, value in (attributes | changes).items():
-        setattr(pool, name, value)
-    return pool
-
-
-def transfer(
-    names: Sequence[str], pages: Sequence[int] | None = None, pool: PoolName = SWA, policy: str = "trailing_pages"
-) -> PoolTransfer:
-    indices = None if pages is None else tokens(list(pages))
-    return PoolTransfer(name=pool, keys=list(names), host_indices=indices, hit_policy=PoolHitPolicy(policy))
 
 
 def page_of(pool: MHATokenToKVPoolHost, page: int) -> torch.Tensor:
@@ -90,26 +77,117 @@ def until_there(backend: KVFetchStorage, names: list[str], num_pages: int, trail
     wait_until(lambda: backend.batch_exists_v2(names, wants).kv_hit_pages == num_pages)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_side_pages_are_restored_to_other_places(make: Make, layout: str) -> None:
-    pool = make_side_pool(layout=layout)
-    store(make(sides={SWA: pool}), keys(8), {SWA: {6: 20, 7: 21}})
-    restored = make_side_pool(seed=1, layout=layout)
-    reader = make(sides={SWA: restored})
-    found = reader.batch_exists_v2(keys(8) + keys(2, "other"), [transfer(["__placeholder__"] * 2)])
-    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (8, [8])
-    assert found.extra_pool_hit_pages == {PoolName.KV: 8, SWA: 8}
-    assert reader.batch_get_v1(keys(8), tokens(list(range(8)))) == [True] * 8
-    assert reader.batch_get_v2([transfer(keys(8)[6:], [3, 30])]) == {SWA: [True, True]}
-    for before, now in ((20, 3), (21, 30)):
-        assert torch.equal(page_of(restored, now), page_of(pool, before))
+class Kind(NamedTuple):
+    """Side pages of a kind of model. ``make``: pools for K and V, and for them. ``stored``: of nine pages, which have
+    one, and where. ``elsewhere``: where they are restored to. ``trailing``: how many a prefix needs at its end; 0 for
+    one of each page. ``prefixes``: which can be used."""
+
+    pool: PoolName
+    make: Callable[[str, int], tuple[Any, Any]]
+    stored: dict[int, int]
+    elsewhere: list[int]
+    trailing: int
+    prefixes: list[int]
+
+    def asked(self, names: Sequence[str], places: Sequence[int] | None = None) -> PoolTransfer:
+        asked = transfer(names, places, self.pool, "trailing_pages" if self.trailing else "all_pages")
+        if places is not None and self.pool == PoolName.MAMBA:
+            asked.host_indices = torch.tensor(places)  # slots, and not pages of tokens
+        return asked
+
+    def page(self, side: Any, place: int) -> torch.Tensor:
+        content = side.get_data_page(place if self.pool == PoolName.MAMBA else place * PAGE_SIZE)
+        return content.view(torch.uint8).clone()  # some are NaN
 
 
-def test_pages_that_nobody_stored_are_not_there(make: Make) -> None:
+def beside(kv: Any, make_side: Callable[[Any, str], Any], layout: str) -> tuple[Any, Any]:
+    return kv, make_side(kv, layout)
+
+
+KINDS = {
+    "windows": Kind(
+        SWA, lambda layout, seed: (make_pool(layout), make_side_pool(seed, layout)), {5: 20, 6: 21}, [3, 30], 2, [7]
+    ),
+    "states": Kind(
+        PoolName.MAMBA, lambda layout, seed: (make_pool(layout), make_states()), {3: 2, 6: 0}, [4, 3], 1, [4, 7]
+    ),
+    "indexer of latent vectors": Kind(
+        INDEXER,
+        lambda layout, seed: beside(make_mla_pool(layout), make_indexer, layout),
+        {0: 0, 1: 1, 2: 2},
+        [30, 8, 12],
+        0,
+        [1, 2, 3],
+    ),
+    "indexer": Kind(
+        INDEXER,
+        lambda layout, seed: beside(make_pool(layout), make_minimax_indexer, layout),
+        {0: 0, 1: 1, 2: 2},
+        [30, 8, 12],
+        0,
+        [1, 2, 3],
+    ),
+}
+LAYOUTS = "layer_first", "page_first", "page_first_direct"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in KINDS for layout in (LAYOUTS if name != "states" else ["page_first_direct"])],
+)
+def test_side_pages_are_restored_to_other_places_and_bound_the_hit(make: Make, name: str, layout: str) -> None:
+    kind, names = KINDS[name], keys(9)
+    kv, side = kind.make(layout, 0)
+    writer = make(kv, sides={kind.pool: side})
+    announced = kind.asked([names[page] for page in kind.stored], list(kind.stored.values()))
+    assert writer.batch_set_v2([announced]) == {kind.pool: [True] * len(kind.stored)}
+    store(writer, names, {})
+    kv, others = kind.make(layout, 1)
+    reader = make(kv, sides={kind.pool: others})
+    wanted = kind.asked(["__placeholder__"] * kind.trailing)
+    found = reader.batch_exists_v2(names + keys(2, "other"), [wanted])
+    hit = kind.prefixes[-1]
+    assert found.restorable_prefix_pages == kind.prefixes
+    assert found.kv_hit_pages == found.extra_pool_hit_pages[kind.pool] == hit
+    assert reader.batch_get_v1(names[:hit], tokens(list(range(20, 20 + hit)))) == [True] * hit
+    untouched = kind.page(others, 1)
+    there = kind.asked([names[page] for page in [*kind.stored, 8]], [*kind.elsewhere, 1])
+    assert reader.batch_get_v2([there]) == {kind.pool: [*[True] * len(kind.stored), False]}
+    for before, now in zip(kind.stored.values(), kind.elsewhere, strict=True):
+        assert torch.equal(kind.page(others, now), kind.page(side, before))
+    assert torch.equal(kind.page(others, 1), untouched)
+
+
+def test_keys_of_an_indexer_are_exact_beside_latent_vectors_of_klt(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "pool_layers", lambda: None)
+    profile = make_profile(num_layers=LAYERS, num_heads=1, head_dim=16, v_head_dim=48, cell_heads=1)
+    profile.save(tmp_path / "profile")
+    kind, names, elsewhere = KINDS["indexer of latent vectors"], keys(3), [30, 8, 12]
+    (kv, side), (restored_kv, others) = (kind.make("page_first_direct", seed) for seed in range(2))
+    values = values_of(profile, 3 * PAGE_SIZE)
+    HostPages(kv).write(range(LAYERS), range(1), range(3), values)
+    how = {"profile": str(tmp_path / "profile"), "model_id": "m", "codec": "ans"}
+    store(make(kv, sides={INDEXER: side}, **how), names, {INDEXER: {0: 0, 1: 1, 2: 2}})
+    reader = make(restored_kv, sides={INDEXER: others}, **how)
+    assert reader.batch_exists_v2(names, [kind.asked([])]).kv_hit_pages == 3
+    assert reader.batch_get_v1(names, tokens(elsewhere)) == [True] * 3
+    assert reader.batch_get_v2([kind.asked(names, elsewhere)]) == {INDEXER: [True] * 3}
+    for page, place in enumerate(elsewhere):
+        assert torch.equal(kind.page(others, place), kind.page(side, page))
+    for tensor, x in zip(TENSORS, values, strict=True):
+        restored = HostPages(restored_kv).read(tensor, elsewhere).flatten(0, 1)
+        assert not torch.equal(restored, x)
+        assert (restored - x).square().mean() < 0.1 * x.square().mean()
+
+
+def test_a_backend_that_does_not_write_forgets_side_pages_at_once(make: Make) -> None:
+    """HiCache announces them all the same; their places are given to others later."""
     backend = make(sides={SWA: make_side_pool()})
-    store(backend, keys(4), {SWA: {3: 3}})
-    assert backend.batch_get_v2([transfer(keys(4), [5, 6, 7, 8])]) == {SWA: [False, False, False, True]}
-    assert backend.batch_get_v2([transfer(keys(2, "other"), [5, 6])]) == {SWA: [False, False]}
+    backend.access.suspend("other weights")
+    assert backend.batch_set_v2([transfer(keys(1), [2])]) == {SWA: [True]}
+    assert backend._sides.take_announced(keys(1)) == {}
 
 
 @pytest.mark.skipif(
@@ -235,17 +313,6 @@ def test_side_pages_that_cannot_be_copied_are_not_there(
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [True]}
 
 
-def test_announced_pages_whose_kv_is_not_written_are_dropped(make: Make) -> None:
-    backend = make(sides={SWA: make_side_pool()})
-    backend.batch_set_v2([transfer(keys(1, "never written"), [0])])
-    store(backend, keys(2), {SWA: {1: 1}})
-    store(backend, keys(2, "next"), {SWA: {1: 2}})
-    assert not backend._sides._pending
-    backend.batch_set_v2([transfer(keys(1, "refused"), [0])])
-    assert backend.batch_set_v1(keys(1, "refused"), tokens([0])) == [False]  # the hashes before are missing
-    assert not backend._sides._pending
-
-
 def test_an_operation_that_is_broken_off_leaves_no_announced_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives their places to other sequences, whose states would be stored as theirs."""
     backend = make(sides={SWA: make_side_pool()})
@@ -307,14 +374,6 @@ def test_pages_come_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> Non
     there = [page != 4 for page in range(8)]
     assert backend.batch_get_v2([transfer(keys(8), range(20, 28))]) == {SWA: there}
     assert [torch.equal(page_of(pool, 20 + page), x) for page, x in enumerate(expected)] == there
-
-
-def test_reading_and_writing_stop_with_the_weights(make: Make) -> None:
-    backend = make(sides={SWA: make_side_pool()})
-    store(backend, keys(2), {SWA: {1: 1}})
-    backend.access.suspend("a test")
-    assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
-    assert backend.batch_exists_v2(keys(2), [transfer(["__placeholder__"])]).kv_hit_pages == 0
 
 
 def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: Served) -> None:
@@ -389,6 +448,12 @@ def test_the_identity_tells_pools_apart_whose_pages_cannot_be_exchanged() -> Non
     with pytest.raises(UnsupportedError, match="only one rank writes"):
         identity(tp_size=2, is_mla=True, name=PoolName.MAMBA)
     assert SidePools().identity(0, 2, is_mla=False) == ""
+    states = [SidePools() for _ in range(4)]
+    for sides, dtype in zip(states, (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32), strict=True):
+        sides.add_pool(PoolName.MAMBA, make_states(dtype))
+    one, again, *others = (sides.identity(0, 1, is_mla=False) for sides in states)
+    assert one == again
+    assert len({one, *others}) == 3
 
 
 def test_klt_is_refused_in_pipeline_stages(make: Make) -> None:

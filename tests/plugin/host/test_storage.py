@@ -19,8 +19,9 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.engine import data_plane as plane_module
-from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import label_of_request
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
@@ -94,16 +95,6 @@ def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, serv
     assert reader.batch_get_v1(names[3:] + keys(2, "other"), tokens(list(range(15)))) == [True] * 13 + [False] * 2
 
 
-def test_a_full_queue_takes_what_fits_and_says_so(make: Make) -> None:
-    backend = make(write_queue_bytes=1 << 20, linger_s=30)
-    fits = (1 << 20) // HostPages(make_pool()).geometry.page_bytes
-    results = [backend.batch_set_v1(keys(1, str(i)), tokens([0]), after([])) for i in range(fits)]
-    assert results == [[True]] * fits
-    started_s = time.monotonic()
-    assert backend.batch_set_v1(keys(1, "more"), tokens([0]), after([])) == [False]
-    assert time.monotonic() - started_s > 0.5  # it has waited for room
-
-
 @pytest.mark.parametrize("num_waiting", [0, POOL_PAGES])
 def test_pages_wait_in_the_host_pool_while_it_has_room_for_others(
     make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, num_waiting: int
@@ -143,17 +134,6 @@ def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
     wait_until(lambda: backend.batch_exists(names) == num_pages)
 
 
-def test_a_suspended_backend_neither_reads_nor_writes(make: Make, tmp_path: Path) -> None:
-    backend = make()
-    store_pages(backend, keys(2), [0, 1])
-    backend.access.suspend("other weights")
-    assert backend.batch_exists(keys(2)) == 0
-    assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
-    assert backend.batch_set_v1(keys(2, "new"), tokens([0, 1]), after([])) == [True, True]
-    backend.close()
-    assert len(list(tmp_path.rglob("*.kvm"))) == 1
-
-
 @pytest.mark.parametrize("reason", ["policy", "cancelled"])
 def test_a_fetch_ends_when_sglang_gives_it_up(
     make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
@@ -166,6 +146,7 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
         return b""
 
     monkeypatch.setattr(served.service.client.store, "get", hang)
+    monkeypatch.setattr(storage_module, "_limited", LimitedLogger(storage_module.logger))  # others may have warned
     assert backend.batch_exists(keys(2)) == 2
     started_s = time.monotonic()
     gives_up = iter([False, False, True])
@@ -266,20 +247,6 @@ def test_clear_empties_only_this_namespace(make: Make) -> None:
     assert uint8.batch_exists(keys(3)) == 3
 
 
-def test_a_store_that_is_gone_is_left_alone_for_a_while(make: Make) -> None:
-    backend = make(store="http://127.0.0.1:9", lookup_timeout_s=0.3)
-
-    def num_skipped() -> float:
-        return own_metric("sgl_kvfetch_misses_total", stage="lookup", reason="skipped")
-
-    before = num_skipped()
-    for _ in range(3):
-        assert backend.batch_exists(keys(3)) == 0
-    assert num_skipped() == before
-    wait_until(lambda: backend.batch_exists(keys(3)) == 0 and num_skipped() > before)
-    assert backend.batch_get_v1(keys(1), tokens([0])) == [False]
-
-
 def test_v2_serves_the_kv_pool(make: Make) -> None:
     backend = make()
     transfer = PoolTransfer(name=PoolName.KV, host_indices=tokens([0, 1]), keys=keys(2))
@@ -364,11 +331,6 @@ def test_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> 
         HostPages(make_fp8_pool(torch.float8_e5m2))
 
 
-def test_bad_config_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigError, match="codec = 'av1'"):
-        make(codec="av1")
-
-
 def test_small_pages_are_warned_of(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make(make_pool("layer_first"))
     assert caplog.text.count("pages of 4 tokens make lookups slow") == 1
@@ -400,19 +362,6 @@ def test_a_draft_models_pool_is_stored_whenever_sglang_adds_it(
         backend.on_host_pools_registered()
     (plane,) = [plane for plane in planes if plane.is_open]
     assert (plane.pools, plane.has_draft) == ([PoolName.DRAFT], True)
-
-
-@pytest.mark.parametrize(("target_layers", "has_draft"), [(LAYERS, False), (LAYERS - 1, True)])
-def test_layers_of_a_draft_model_in_the_pool_are_no_layers_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, target_layers: int, has_draft: bool
-) -> None:
-    opened: list[bool] = []
-    monkeypatch.setattr(storage_module, "open_engine_plane", lambda *args, pool: opened.append(args[-1].has_draft))
-    pool = make_pool(target_layer_num=target_layers)
-    backend = KVFetchStorage(storage_config(extra_config={"store": "http://nowhere"}), pool)
-    backend.on_host_pools_registered()
-    assert opened == [has_draft]
-    assert backend._pages.geometry.num_layers == target_layers
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])

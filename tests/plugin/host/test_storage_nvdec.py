@@ -127,23 +127,9 @@ def test_the_variant_that_nvdec_decodes_is_read(
     assert nvc.packets
 
 
-@pytest.mark.parametrize(("codec_threads", "expected"), [(1, 3), (5, 5)])
-def test_at_least_one_session_an_engine(
-    make: Make, sessions: list[Any], nvc: FakeNvc, codec_threads: int, expected: int
-) -> None:
-    make(make_gpu_pool(), codec_threads=codec_threads)
-    assert len(sessions) == expected
-    assert len({id(session["hevc"]) for session in sessions}) == expected
-
-
 def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: FakeNvc) -> None:
     make(make_gpu_pool())
     assert {session["hevc"]._nvdec.surface_limit_bytes for session in sessions} == {256 << 20}
-
-
-def test_without_nvdec_there_are_twice_as_many_sessions_as_threads(make: Make, sessions: list[Any]) -> None:
-    make(codec_threads=3)
-    assert sessions == [{}] * 6
 
 
 def test_the_engines_gpu_is_asked(make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
