@@ -329,6 +329,11 @@ async def test_what_would_come_too_late_is_not_asked_for(
     await assert_nothing_held(fetcher)
 
 
+def test_a_span_is_read_in_three_parts_unless_it_is_short() -> None:
+    size = ReadSize(4 << 20)
+    assert [size.of(num_bytes) for num_bytes in (512 << 10, 3 << 20, 24 << 20)] == [512 << 10, 1 << 20, 4 << 20]
+
+
 async def test_small_cells_of_a_read_are_decoded_in_one_job(
     make_fetcher: MakeFetcher, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
