@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from harness.ceph_server import CEPH_MISSING, HAS_CEPH, CephProcess
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
-from harness.s3_server import BUCKET, S3Server, running_s3_server
+from harness.s3_server import BUCKET, S3Server, running_s3_server, s3_config
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.front import FrontStore
 from sgl_kvfetch.directory.local import LocalStore
@@ -23,6 +23,7 @@ from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 from sgl_kvfetch.stores.s3 import S3Store
 
 
@@ -57,6 +58,35 @@ def s3(s3_server: S3Server) -> S3Server:
 async def s3_proxy(s3: S3Server) -> AsyncIterator[FaultyProxy]:
     async with FaultyProxy(s3.host, s3.port) as proxy:
         yield proxy
+
+
+@pytest.fixture(params=["http", "s3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def link(kind: str, proxy: FaultyProxy, s3_proxy: FaultyProxy) -> FaultyProxy:
+    return proxy if kind == "http" else s3_proxy
+
+
+MakeClient = Callable[..., RemoteStore]
+
+
+@pytest.fixture
+async def make(kind: str, link: FaultyProxy) -> AsyncIterator[MakeClient]:
+    """Makes clients behind the link."""
+    async with AsyncExitStack() as stack:
+
+        def make(**options: Any) -> RemoteStore:
+            how = HttpOptions(**{"timeout_s": WAIT_S, "backoff_s": 0.01} | options)
+            store: RemoteStore = HttpStore(link.url, options=how)
+            if kind == "s3":
+                store = S3Store(f"s3://{BUCKET}/kv", options=how, config=s3_config(link.url))
+            stack.push_async_callback(store.close)
+            return store
+
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from harness.faults import Fault, FaultyProxy
 from harness.reading import read_bytes
-from harness.s3_server import BUCKET, s3_config
 from harness.small_segments import FOLDER, data_object, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
-from sgl_kvfetch.stores.s3 import S3Store
+from tests.stores.conftest import MakeClient
 
 pytestmark = pytest.mark.process
 
@@ -44,30 +40,14 @@ FAULTS = [
     (Fault("garbage"), "protocol", "http s3"),
 ]
 LASTING = ("unauthorised", "invalid", "protocol")
-Make = Callable[..., RemoteStore]
 
 
 @pytest.fixture
-def link(kind: str, proxy: FaultyProxy, s3_proxy: FaultyProxy) -> FaultyProxy:
-    return proxy if kind == "http" else s3_proxy
-
-
-@pytest.fixture
-async def make(kind: str, link: FaultyProxy) -> AsyncIterator[Make]:
-    """Makes clients behind the link. The store has an object."""
-    async with AsyncExitStack() as stack:
-
-        def make(**options: Any) -> RemoteStore:
-            how = HttpOptions(**{"timeout_s": WAIT_S, "backoff_s": 0.01} | options)
-            store: RemoteStore = HttpStore(link.url, options=how)
-            if kind == "s3":
-                store = S3Store(f"s3://{BUCKET}/kv", options=how, config=s3_config(link.url))
-            stack.push_async_callback(store.close)
-            return store
-
-        await make().put(NAME, CONTENT)
-        link.requests.clear()
-        yield make
+async def make(make: MakeClient, link: FaultyProxy) -> MakeClient:
+    """The store has an object."""
+    await make().put(NAME, CONTENT)
+    link.requests.clear()
+    return make
 
 
 async def reason_of(call: Awaitable[object]) -> tuple[str, bool]:
@@ -85,7 +65,7 @@ async def reason_of(call: Awaitable[object]) -> tuple[str, bool]:
         for kind in kinds.split()
     ],
 )
-async def test_faults_have_reasons(make: Make, link: FaultyProxy, fault: Fault, reason: str) -> None:
+async def test_faults_have_reasons(make: MakeClient, link: FaultyProxy, fault: Fault, reason: str) -> None:
     await link.set(fault)
     store = make(timeout_s=0.5 if reason == "timeout" else WAIT_S, max_attempts=2)
     for call in (store.get(NAME), store.get(NAME, 500, 200_000), read_bytes(store, NAME, 500, 200_000)):
@@ -96,9 +76,8 @@ async def test_faults_have_reasons(make: Make, link: FaultyProxy, fault: Fault, 
     assert await make().get(NAME) == CONTENT
 
 
-@pytest.mark.parametrize("kind", ["http", "s3"])
 @pytest.mark.parametrize(("fault", "reason"), [("refuse", "refused"), ("hang", "timeout"), ("error", "server")])
-async def test_every_call_ends_by_the_deadline(make: Make, link: FaultyProxy, fault: str, reason: str) -> None:
+async def test_every_call_ends_by_the_deadline(make: MakeClient, link: FaultyProxy, fault: str, reason: str) -> None:
     await link.set(Fault(fault))  # type: ignore[arg-type]
     store = make(timeout_s=0.5 if reason == "timeout" else WAIT_S, max_attempts=2)
     for call in (
@@ -119,7 +98,7 @@ PASSING = [
 
 
 @pytest.mark.parametrize(("kind", "fault"), PASSING, ids=lambda x: x if isinstance(x, str) else f"{x.kind}-{x.status}")
-async def test_what_passes_is_tried_again(kind: str, make: Make, link: FaultyProxy, fault: Fault) -> None:
+async def test_what_passes_is_tried_again(kind: str, make: MakeClient, link: FaultyProxy, fault: Fault) -> None:
     retried: list[StoreError] = []
     store = make(on_retry=retried.append)
 
@@ -140,8 +119,7 @@ async def test_what_passes_is_tried_again(kind: str, make: Make, link: FaultyPro
     assert await store.get(NAME) == (None if fault.kind == "error" else CONTENT)
 
 
-@pytest.mark.parametrize("kind", ["http", "s3"])
-async def test_a_broken_read_continues_where_it_ended(make: Make, link: FaultyProxy) -> None:
+async def test_a_broken_read_continues_where_it_ended(make: MakeClient, link: FaultyProxy) -> None:
     await link.set(Fault("close", after_bytes=400_000, times=1))
     assert await read_bytes(make(), NAME, 10, 900_000) == CONTENT[10:900_010]
     assert len(link.requests) == 2

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import cycle, repeat
 
 import pytest
 
 from harness.faults import Fault, FaultyProxy
-from harness.s3_server import BUCKET, s3_config
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
-from harness.waiting import WAIT_S, TimerClock, until
+from harness.waiting import TimerClock, until
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, StallWatch
-from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.remote import RemoteStore, StallWatch
+from tests.stores.conftest import MakeClient
 
 SILENCE_S = 0.5
 HANGS = 1e6
@@ -122,7 +120,6 @@ CONTENT = random.Random(0).randbytes(1 << 20)
 NAME = data_object(CONTENT)
 CHAIN = page_hashes(4)
 SEGMENT = make_segment(CHAIN, 0, 4)
-MakeStore = Callable[..., Awaitable[RemoteStore]]
 
 
 @dataclass
@@ -130,35 +127,26 @@ class Rig:
     """A store behind a faulty network."""
 
     proxy: FaultyProxy
-    kind: str
+    make: MakeClient
     retried: list[StoreError] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 
-    def client(self, silence_s: float, timeout_s: float = WAIT_S) -> RemoteStore:
-        options = HttpOptions(
-            timeout_s=timeout_s, silence_s=silence_s, on_retry=self.retried.append, on_received=self.received.append
-        )
-        if self.kind == "http":
-            return HttpStore(self.proxy.url, options=options)
-        return S3Store(f"s3://{BUCKET}/kv", options=options, config=s3_config(self.proxy.url))
-
-
-@pytest.fixture(params=["http", "s3"])
-async def rig(request: pytest.FixtureRequest, proxy: FaultyProxy, s3_proxy: FaultyProxy) -> Rig:
-    rig = Rig(proxy if request.param == "http" else s3_proxy, request.param)
-    filling = rig.client(WAIT_S)
-    await filling.put(NAME, CONTENT)
-    await put_segment(filling, SEGMENT)
-    await filling.close()
-    rig.proxy.requests.clear()
-    return rig
+    def client(self, silence_s: float) -> RemoteStore:
+        return self.make(silence_s=silence_s, on_retry=self.retried.append, on_received=self.received.append)
 
 
 @pytest.fixture
-async def store(rig: Rig) -> AsyncIterator[RemoteStore]:
-    store = rig.client(0.2)
-    yield store
-    await store.close()
+async def rig(make: MakeClient, link: FaultyProxy) -> Rig:
+    filling = make()
+    await filling.put(NAME, CONTENT)
+    await put_segment(filling, SEGMENT)
+    link.requests.clear()
+    return Rig(link, make)
+
+
+@pytest.fixture
+def store(rig: Rig) -> RemoteStore:
+    return rig.client(0.2)
 
 
 STALLS = [Fault("hang", times=1), Fault("stall", after_bytes=600_000, times=1)]
