@@ -1,143 +1,189 @@
-"""Measures how fast a data plane reads for a GPU, and how much CPU time that takes.
+"""Measures how fast a data plane reads for a GPU and writes, and how much CPU time that takes in each process.
 
     python -m benchmarks.data_plane --tokens 8192
+    python -m benchmarks.data_plane --write
 
-A data plane in its own process stages prompts of a model like Llama-3.1-8B, over loopback, from a store in another
-process. Cells stay coded (`klt` in `ans`, by a profile that nobody calibrated, about 1.4 bits per value). Then it
-stages them again, from `memory_cache`. Each round also receives the same bytes with `http.client`, in one thread, into
-memory that is used again: that is what sockets alone take. With many rounds of a short prompt it shows whether the
-data plane grows: `--tokens 64 --rounds 20000`.
+A data plane in its own process, a store in another one, over loopback, all in memory; pages are of Llama-3.1-8B's
+shape. This process represents the engine.
+
+* **Reading**: prompts are staged. Cells stay coded (`klt` in `ans`, by a profile that nobody calibrated, about 1.4 bits
+  per value). Then they are staged again, from `memory_cache`. Each round also receives the same bytes with
+  `http.client`, in one thread, into memory that is used again: that is what sockets alone take.
+* **Writing**: exact values, in `ans` and in `raw`. This process reads pages from a pool into shared memory. The clock
+  runs until the store finds all pages, for a client of its own: a data plane that looks pages up reads them ahead. CPU
+  seconds are given a GB of raw values. The first round is that of a new process, whose memory is fresh; the kernel
+  clears each page of it. In the others, it is used again.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import http.client
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.flat_profile import flat_profile
-from benchmarks.processes import main_thread_cpu_s, usage
-from benchmarks.report import make_parser, write_json
+from benchmarks.heads import make_heads
+from benchmarks.report import make_parser, make_table, output_file, whole_number, write_json
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, ReadPages, Setup
-from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
+from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.store import WHOLE_SPANS
 from sgl_kvfetch.protocol.arena import Line, StagedValues
-from sgl_kvfetch.protocol.messages import Found, LookUp, Start
+from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.stores.open import open_remote
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
-from sgl_kvfetch.types import TENSORS
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
-_PAGE_SIZE, _TOKEN_BYTES, _HEAD_DIM = 64, 12 << 10, 128
-_TIMEOUT_S = 300.0
-_NO_AUDITS = {"audit_share": 0}  # waiting until all is stored asks often, and each time is a hit
+_SHAPE = KVGeometry(32, 8, 128, 128, 64, "bfloat16")
+_OWN_PAGES = 16  # that the pool has: pages are copies of them
+_TIMEOUT_S, _POLL_S = 300.0, 0.02
 
 
 @dataclass(frozen=True)
-class Round:
-    sockets_s: float
-    sockets_cpu_s: float
-    stage_s: float
-    data_plane_cpu_s: float
-    event_loop_cpu_s: float  # of it
-    store_cpu_s: float
-    again_s: float  # from memory
-    again_cpu_s: float
-    data_plane_rss_bytes: int  # after it
-    data_plane_open_files: int
+class _Running:
+    """A data plane and its store."""
+
+    plane: DataPlane
+    process_id: int
+    store: StoreProcess
+    heads: HeadSlice
+
+    def cpu_s(self) -> tuple[float, float, float]:
+        """Return the CPU seconds of this process, the data plane and the store."""
+        return time.process_time(), _cpu_s(self.process_id), _cpu_s(self.store.pid)
+
+    def write(self, hashes: Sequence[bytes]) -> None:
+        """Write pages, and wait until the store has them."""
+        first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
+        while first < len(hashes):  # it takes as many as there is room for
+            before, rest = hashes[first - 1] if first else None, range(first, len(hashes))
+            first += self.plane.write(first, before, hashes[first:], rest, _read_pool)
+            if time.monotonic() > deadline_s:
+                raise SystemExit("the data plane does not accept pages")
+        asyncio.run(_until_stored(self.store.url, self.heads, hashes))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("benchmarks.data_plane", __doc__)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt, a power of two")
-    parser.add_argument("--rounds", type=int, default=5, help="how many")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="kvfetch-data-plane-", dir="/dev/shm") as folder:
-        coded = _measure(Path(folder), args)
-    Console(highlight=False, width=150).print(_table(coded, args))
-    if args.json:
-        write_json(args.json, {"tokens": args.tokens, "coded": coded})
-    return 0
+def _cpu_s(process_id: int) -> float:
+    """Return the CPU seconds of a process and its children, without those that have ended. In nanoseconds, where /proc
+    counts in ticks of 10 ms: by the clock that clock_getcpuclockid(3) names."""
+    total_s = time.clock_gettime((~process_id << 3) | 2)
+    for child in psutil.Process(process_id).children(recursive=True):
+        with suppress(OSError):
+            total_s += time.clock_gettime((~child.pid << 3) | 2)
+    return total_s
 
 
-def _measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    profile = flat_profile(0.5)  # about 1.4 bits per value
-    profile.save(folder / "profile")
-    quantiser = KltQuantiser(profile)
-    grid = profile.grid
-    namespace = Namespace(
-        "benchmark", "dtype=bfloat16", "mha", "bfloat16", _PAGE_SIZE, grid.num_layers, 0, grid.num_heads,
-        _HEAD_DIM, _HEAD_DIM, quantiser.identity,
-    )  # fmt: skip
-    heads = HeadSlice(namespace, range(grid.num_heads))
-    hashes = [hashlib.sha256(str(page).encode()).digest() for page in range(args.tokens // _PAGE_SIZE)]
-    started: list[DataPlaneProcess] = []
+@contextmanager
+def _running(coding: Quantiser, staged_pages: int = 0, **config: Any) -> Iterator[_Running]:
+    """``staged_pages``: how many fit into the memory for staged prompts; 0 if none are staged."""
+    heads, started = make_heads(_SHAPE, coding), list[DataPlaneProcess]()
 
     def launch(line: Line) -> DataPlaneProcess:
         started.append(DataPlaneProcess(line))
         return started[-1]
 
-    with StoreProcess(folder / "store") as store:
-        config = {
-            "store": store.url, "quantiser": "klt", "profile": str(folder / "profile"), "fetch_timeout_s": _TIMEOUT_S,
-            "recompute": "never", "memory_cache": 4 * _TOKEN_BYTES * args.tokens, **_NO_AUDITS,
-        }  # fmt: skip
-        command = Start(config, namespace, 0, grid.num_heads, 0, None, takes_code=True)
-        staging_bytes = len(hashes) * heads.geometry.page_bytes
-        cache_bytes = config["memory_cache"]
-        setup = Setup(launch, heads.geometry, staging_bytes=staging_bytes, cache_bytes=cache_bytes)
-        plane = DataPlane(command, Peer(setup))
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="kvfetch-data-plane-", dir=memory) as folder, StoreProcess(folder) as store:
+        settings = {"store": store.url, "fetch_timeout_s": _TIMEOUT_S, **config}
+        staging = {"staging_bytes": staged_pages * _SHAPE.page_bytes, "cache_bytes": config.get("memory_cache", 0)}
+        start = Start(settings, heads.namespace, 0, _SHAPE.num_heads, 0, None, takes_code=staged_pages > 0)
+        plane = DataPlane(start, Peer(Setup(launch, _SHAPE, **staging)))
         try:
-            few = {t: torch.randn(16, _PAGE_SIZE, grid.num_layers, grid.num_heads, _HEAD_DIM) for t in TENSORS}
-            few = {t: x.to(torch.bfloat16) for t, x in few.items()}
-            write_pages(plane, hashes, lambda tensor, pages: few[tensor][[page % 16 for page in pages]])
-            rounds = []
-            for _ in range(args.rounds):
-                sockets_s, sockets_cpu_s = _receive(store.url, asyncio.run(_reads(store.url, heads, hashes, quantiser)))
-                plane.flush()
-                pid = started[0].process.pid
-                of_store_s, loop_s = usage(store.pid).cpu_s, main_thread_cpu_s(pid)
-                num_cells, wire_bytes, stage_s, cpu_s = _timed_stage(plane, hashes, pid)
-                loop_s, of_store_s = main_thread_cpu_s(pid) - loop_s, usage(store.pid).cpu_s - of_store_s
-                _, _, again_s, again_cpu_s = _timed_stage(plane, hashes, pid)
-                after = usage(pid)
-                spent_s = stage_s, cpu_s, loop_s, of_store_s, again_s, again_cpu_s
-                rounds.append(Round(sockets_s, sockets_cpu_s, *spent_s, after.rss_bytes, after.open_files))
+            yield _Running(plane, started[0].process.pid, store, heads)
         finally:
             plane.close()
-    return {"num_cells": num_cells, "wire_bytes": wire_bytes, "rounds": [asdict(each) for each in rounds]}
 
 
-async def _reads(
-    url: str, heads: HeadSlice, hashes: Sequence[bytes], quantiser: Quantiser
-) -> list[tuple[str, int, int]]:
+def _hashes(num_tokens: int, label: str = "") -> list[bytes]:
+    return [hashlib.sha256(f"{label}{page}".encode()).digest() for page in range(num_tokens // _SHAPE.page_size)]
+
+
+def _read_pool(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+    return _pool()[tensor][[page % _OWN_PAGES for page in pages]]
+
+
+@cache
+def _pool() -> dict[TensorName, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = _OWN_PAGES, _SHAPE.page_size, _SHAPE.num_layers, _SHAPE.num_heads, _SHAPE.k_head_dim
+    return {tensor: torch.randn(shape, generator=generator).to(_SHAPE.torch_dtype) for tensor in TENSORS}
+
+
+async def _until_stored(url: str, heads: HeadSlice, hashes: Sequence[bytes]) -> None:
+    store, deadline_s = open_remote(url, options=HttpOptions(timeout_s=_TIMEOUT_S)), time.monotonic() + _TIMEOUT_S
+    try:
+        while (found := (await store.lookup(heads.folder, hashes)).num_pages) < len(hashes):
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
+            await asyncio.sleep(_POLL_S)
+    finally:
+        await store.close()
+
+
+@dataclass(frozen=True)
+class Read:
+    """A round. ``again_s``: from memory."""
+
+    sockets_s: float
+    sockets_cpu_s: float
+    stage_s: float
+    data_plane_cpu_s: float
+    store_cpu_s: float
+    again_s: float
+    again_cpu_s: float
+
+
+def measure_reads(num_tokens: int, rounds: int) -> tuple[int, int, list[Read]]:
+    """Return the number of cells, the bytes of their integers, and the rounds."""
+    profile, hashes, found = flat_profile(0.5), _hashes(num_tokens), list[Read]()  # about 1.4 bits per value
+    quantiser = KltQuantiser(profile)
+    cache_bytes = 4 * len(hashes) * _SHAPE.page_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "profile")
+        profile.save(path)
+        config = {"quantiser": "klt", "profile": str(path), "recompute": "never", "memory_cache": cache_bytes}
+        with _running(quantiser, len(hashes), audit_share=0, **config) as running:
+            running.write(hashes)
+            for _ in range(rounds):
+                reads = asyncio.run(_reads(running, hashes, quantiser))
+                sockets = _receive(running.store.url, reads)
+                running.plane.flush()
+                num_cells, num_bytes, taken_s, plane_s, store_s = _stage(running, hashes)
+                _, _, again_s, again_cpu_s, _ = _stage(running, hashes)
+                found.append(Read(*sockets, taken_s, plane_s, store_s, again_s, again_cpu_s))
+    return num_cells, num_bytes, found
+
+
+async def _reads(running: _Running, hashes: Sequence[bytes], quantiser: Quantiser) -> list[tuple[str, int, int]]:
     """Return the objects and ranges that a fetch reads."""
-    store = open_remote(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
+    store = open_remote(running.store.url, options=HttpOptions(timeout_s=_TIMEOUT_S))
     reads: list[tuple[str, int, int]] = []
     try:
-        for hit in (await store.lookup(heads.folder, hashes)).hits:
+        for hit in (await store.lookup(running.heads.folder, hashes)).hits:
             reader = SegmentReader(decode_manifest(hit.manifest), quantiser)
             for span in range(reader.manifest.num_spans):
                 reads += [read for unit in read_units(reader, span, WHOLE_SPANS) for read in unit.reads]
@@ -161,77 +207,105 @@ def _receive(url: str, reads: Sequence[tuple[str, int, int]]) -> tuple[float, fl
     return taken
 
 
-def _timed_stage(plane: DataPlane, hashes: Sequence[bytes], pid: int) -> tuple[int, int, float, float]:
-    """Stage all pages, and release them. Return the number of cells, the bytes of their integers, and the seconds and
-    the data plane's CPU seconds that it took."""
+def _stage(running: _Running, hashes: Sequence[bytes]) -> tuple[int, int, float, float, float]:
+    """Stage all pages, and release them. Return the number of cells, the bytes of their integers, and the seconds, the
+    data plane's CPU seconds and the store's that it took."""
     got: list[StagedValues] = []
-    cpu_s, begin_s = usage(pid).cpu_s, time.perf_counter()
-    work = plane.stage(hashes, got.append)
+    before, begin_s = running.cpu_s(), time.perf_counter()
+    work = running.plane.stage(hashes, got.append)
     while not got:
-        plane.step()
+        running.plane.step()
         time.sleep(1e-4)
-    taken_s, cpu_s = time.perf_counter() - begin_s, usage(pid).cpu_s - cpu_s
+    taken_s, (_, plane_s, store_s) = time.perf_counter() - begin_s, _since(before, running.cpu_s())
     (staged,) = got
     if staged.num_pages < len(hashes) or staged.code is None:
         raise SystemExit(f"only {staged.num_pages} of {len(hashes)} pages were staged, or none is coded")
-    plane.unstage(work)
-    plane.step()
-    return len(staged.code.cells), int(staged.code.chunks["size"].sum()), taken_s, cpu_s
+    running.plane.unstage(work)
+    running.plane.step()
+    return len(staged.code.cells), int(staged.code.chunks["size"].sum()), taken_s, plane_s, store_s
 
 
-def _table(coded: dict[str, Any], args: argparse.Namespace) -> Table:
-    mb, cells, rounds = coded["wire_bytes"] / 1e6, coded["num_cells"], [Round(**each) for each in coded["rounds"]]
+def _since(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    return [after - earlier for earlier, after in zip(before, now, strict=True)]
 
-    def median(of: Callable[[Round], float]) -> str:
+
+def _reads_table(num_cells: int, num_bytes: int, rounds: Sequence[Read], num_tokens: int) -> Table:
+    mb = num_bytes / 1e6
+
+    def median(of: Callable[[Read], float]) -> str:
         return f"{statistics.median(map(of, rounds)):.2f}"
 
-    table = Table(title=f"{args.tokens} tokens, {cells} cells, {mb:.0f} MB coded, medians of {len(rounds)}")
-    for column in ("", "MB/s", "CPU ms a MB", "CPU ms a cell", "of the event loop, a MB", "of the store, a MB"):
-        table.add_column(column, justify="right" if column else "left")
-    table.add_row("sockets alone", median(lambda r: mb / r.sockets_s), median(lambda r: 1e3 * r.sockets_cpu_s / mb))
-    table.add_row(
-        "data plane",
-        median(lambda r: mb / r.stage_s),
-        median(lambda r: 1e3 * r.data_plane_cpu_s / mb),
-        median(lambda r: 1e3 * r.data_plane_cpu_s / cells),
-        median(lambda r: 1e3 * r.event_loop_cpu_s / mb),
-        median(lambda r: 1e3 * r.store_cpu_s / mb),
-    )
-    table.add_row(
-        "from memory",
-        median(lambda r: mb / r.again_s),
-        median(lambda r: 1e3 * r.again_cpu_s / mb),
-        median(lambda r: 1e3 * r.again_cpu_s / cells),
-    )
-    table.add_row("that, in ms", median(lambda r: 1e3 * r.again_s))
-    table.add_row("ratio", median(lambda r: r.sockets_s / r.stage_s))
-    early, late = rounds[len(rounds) // 10], rounds[-1]  # until then, threads and their memory are made
-    table.caption = (
-        f"the data plane since round {len(rounds) // 10 + 1}: "
-        f"memory {(late.data_plane_rss_bytes - early.data_plane_rss_bytes) / 2**20:+.1f} MiB to "
-        f"{late.data_plane_rss_bytes / 2**20:.0f}, "
-        f"open files {late.data_plane_open_files - early.data_plane_open_files:+d} to {late.data_plane_open_files}"
-    )
-    return table
+    rows = [
+        ("sockets alone", median(lambda r: mb / r.sockets_s), median(lambda r: 1e3 * r.sockets_cpu_s / mb), "", ""),
+        (
+            "data plane",
+            median(lambda r: mb / r.stage_s),
+            median(lambda r: 1e3 * r.data_plane_cpu_s / mb),
+            median(lambda r: 1e3 * r.data_plane_cpu_s / num_cells),
+            median(lambda r: 1e3 * r.store_cpu_s / mb),
+        ),
+        (
+            "from memory",
+            median(lambda r: mb / r.again_s),
+            median(lambda r: 1e3 * r.again_cpu_s / mb),
+            median(lambda r: 1e3 * r.again_cpu_s / num_cells),
+            "",
+        ),
+        ("that, in ms", median(lambda r: 1e3 * r.again_s), "", "", ""),
+        ("ratio", median(lambda r: r.sockets_s / r.stage_s), "", "", ""),
+    ]
+    title = f"{num_tokens} tokens, {num_cells} cells, {mb:.0f} MB coded, medians of {len(rounds)}"
+    return make_table(title, ("", "MB/s", "CPU ms a MB", "CPU ms a cell", "of the store, a MB"), rows)
 
 
-def write_pages(plane: DataPlane, hashes: Sequence[bytes], pages: ReadPages) -> None:
-    """Write pages, and wait until the store has them."""
-    first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
-    while first < len(hashes):  # it takes as many as there is room for
-        before, rest = hashes[first - 1] if first else None, range(first, len(hashes))
-        first += plane.write(first, before, hashes[first:], rest, pages)
-        if time.monotonic() > deadline_s:
-            raise SystemExit("the data plane does not accept pages")
-    deadline_s = time.monotonic() + _TIMEOUT_S
-    while (found := _find(plane, hashes).num_pages) < len(hashes):
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
-        time.sleep(0.01)
+@dataclass(frozen=True)
+class Written:
+    """A round. CPU seconds are a GB of raw values."""
+
+    codec: str
+    round: int
+    raw_mb_per_s: float
+    engine_cpu_s_per_gb: float
+    data_plane_cpu_s_per_gb: float
+    store_cpu_s_per_gb: float
 
 
-def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
-    return plane.look_up(LookUp(0, b"".join(hashes))).result()
+def measure_writes(codec: str, num_tokens: int, rounds: int) -> Iterator[Written]:
+    """Write ``num_tokens`` of new pages in each round."""
+    _pool()
+    with _running(make_quantiser("exact"), codec=codec) as running:
+        for number in range(1, rounds + 1):
+            hashes = _hashes(num_tokens, f"{number} ")
+            raw_gb = len(hashes) * _SHAPE.page_bytes / 1e9
+            before, begin_s = running.cpu_s(), time.perf_counter()
+            running.write(hashes)
+            taken_s, spent_s = time.perf_counter() - begin_s, _since(before, running.cpu_s())
+            yield Written(codec, number, 1e3 * raw_gb / taken_s, *(each / raw_gb for each in spent_s))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("benchmarks.data_plane", __doc__)
+    parser.add_argument("--write", action="store_true", help="measure writing, else reading")
+    parser.add_argument("--tokens", type=whole_number, default=8192, help="of a prompt, a power of two")
+    parser.add_argument("--rounds", type=whole_number, default=5, help="how many")
+    parser.add_argument("--json", type=output_file, help="where to write the figures")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rounds: list[Any]
+    if args.write:
+        rounds = [each for codec in ("ans", "raw") for each in measure_writes(codec, args.tokens, args.rounds)]
+        cells = []
+        for codec, number, mb_per_s, *cpu_s in (vars(each).values() for each in rounds):
+            cells.append((codec, str(number), f"{mb_per_s:.0f}", *(f"{x:.2f}" for x in cpu_s)))
+        title = f"{args.tokens} tokens a round; CPU seconds a GB of raw values"
+        table = make_table(title, ("codec", "round", "MB/s", "engine", "data plane", "store"), cells)
+    else:
+        num_cells, num_bytes, rounds = measure_reads(args.tokens, args.rounds)
+        table = _reads_table(num_cells, num_bytes, rounds, args.tokens)
+    Console(highlight=False, width=120).print(table)
+    if args.json:
+        write_json(args.json, {"tokens": args.tokens, "rounds": [asdict(each) for each in rounds]})
+    return 0
 
 
 if __name__ == "__main__":

@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         clients=args.clients,
         slow_readers=args.slow_readers,
         capacity_bytes=args.capacity << 20,
-        orphan_age_s=args.orphan_age,
         longest_lookup_s=args.longest_lookup,
         attacks=args.attacks,
         seed=args.seed,
@@ -85,9 +84,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=16, help="how many")
     parser.add_argument("--slow-readers", type=int, default=32, help="how many")
     parser.add_argument("--capacity", type=int, default=64, metavar="MIB", help="of the store")
-    parser.add_argument(
-        "--orphan-age", type=float, default=10.0, metavar="S", help="at which `kvfetch serve` removes unfinished writes"
-    )
     parser.add_argument("--longest-lookup", type=float, default=5.0, metavar="S", help="a slower one is a failure")
     parser.add_argument("--attacks", action="store_true", help="attack the store, see above")
     parser.add_argument("--seed", type=int, default=0, help="see above")

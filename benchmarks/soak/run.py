@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,6 @@ from typing import Any
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.processes import peak_rss_bytes
 from benchmarks.report import distribution
 from benchmarks.soak.clients import Busy, Client, read_slowly
 from benchmarks.soak.disk import Disk
@@ -48,6 +48,12 @@ def take_sample(folder: Path, pid: int) -> Sample:
     process = psutil.Process(pid)
     memory, files = process.memory_info().rss, process.num_fds()
     return Sample(time.monotonic(), pid, memory, peak_rss_bytes(pid), files, disk_bytes(folder, pid))
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """Return the largest resident set of a process since it began, without its children."""
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(peak) << 10
 
 
 def disk_bytes(folder: Path, pid: int | None = None) -> int:
@@ -109,6 +115,7 @@ _MOST_GROWTH_BYTES = 32 << 20
 _MOST_GROWTH_FILES = 16
 _FILES_OF_THREADS = 48  # that threads open when they first use the catalog, and keep
 _SETTLE_S = 60.0
+_ORPHAN_AGE_S = 10.0  # at which `kvfetch serve` removes unfinished writes
 _SLACK_MIB = 8
 _ATTACKS_MIB = 24  # of a pin of 65,536 pages: its file, its rows in the catalog, and their journal
 _MOST_ATTACKED_MIB, _ATTACKED_P99_S = 400, 0.05  # of a server's memory, and of lookups, under attacks
@@ -120,7 +127,6 @@ class Settings:
     clients: int
     slow_readers: int
     capacity_bytes: int
-    orphan_age_s: float
     longest_lookup_s: float
     attacks: bool  # in place of kills and full disks
     seed: int
@@ -142,7 +148,7 @@ class Soak:
         self._store = StoreProcess(
             disk.folder,
             extra_args=["--capacity", f"{settings.capacity_bytes}B"],
-            config={"orphan_age_s": settings.orphan_age_s},
+            config={"orphan_age_s": _ORPHAN_AGE_S},
         )
         self._store_runs = asyncio.Lock()  # to hold while the store must run, or while it does not
 
@@ -247,7 +253,7 @@ class Soak:
 
     async def _settle(self) -> dict[str, Any]:
         """Wait until the store has collected what no segment needs. Return the last report of ``kvfetch verify``."""
-        deadline_s = time.monotonic() + _SETTLE_S + 3 * self._settings.orphan_age_s
+        deadline_s = time.monotonic() + _SETTLE_S + 3 * _ORPHAN_AGE_S
         while True:
             verified = await asyncio.to_thread(_verify, self._store.url)
             verified["unaccounted_bytes"] = await self._unaccounted_bytes()

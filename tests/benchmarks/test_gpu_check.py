@@ -4,6 +4,7 @@ that it must find."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import subprocess
@@ -63,7 +64,10 @@ def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
     assert sorted((ROOT / "out").glob("*")) == before
 
 
-def test_all_steps_fit_into_the_time() -> None:
+def test_all_steps_exist_and_fit_into_the_time() -> None:
+    for step in STEPS:
+        module, _, function = step.runs.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
     assert sum(step.limit_s for step in STEPS if not step.is_extra) <= TOTAL_S <= 12 * 60
 
 
