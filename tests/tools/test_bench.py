@@ -10,11 +10,12 @@ import pytest
 from harness.small_segments import NAMESPACE
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.status import Decided
-from sgl_kvfetch.tools.bench import BenchResult, GroupResult, _Answer, _bench, _group_result, _Metrics, _report, _Sent
+from sgl_kvfetch.tools.bench import BenchResult, GroupResult, _Answer, _group_result, _Metrics, _report, _Sent
 from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, make_groups
 from sgl_kvfetch.tools.sglang_server import open_server
 from sgl_kvfetch.tools.terminal import show
 from sgl_kvfetch.tools.why import Asked
+from tests.tools.conftest import kvfetch
 from tests.tools.test_why import status_of, told_by_a_server
 
 
@@ -116,20 +117,18 @@ def test_a_server_that_tells_nothing_of_a_request() -> None:
         assert found.not_fetched == {reason: 1}
 
 
-async def test_a_server_without_metrics_is_refused() -> None:
-    """They say when a prompt is stored, and how many bytes are fetched."""
-    with told_by_a_server(status_of()) as url:
-        async with open_server(url) as session:
-            with pytest.raises(ConfigError, match="has no metrics of sgl_kvfetch: start it with --enable-metrics"):
-                await _Metrics(session, url).read()
-
-
-async def test_a_reader_with_another_namespace_is_refused() -> None:
-    """Before anything is computed: it would find nothing, though it serves the same files."""
+def test_servers_of_which_nothing_could_be_said_are_refused(tmp_path: Path) -> None:
+    """Metrics say when a prompt is stored, and how many bytes are fetched. A reader with another namespace would find
+    nothing, though it serves the same files; nothing is computed before that is known."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [1, 2]}')
     other = replace(NAMESPACE, kv_dtype="float8_e4m3fn")
     with told_by_a_server(status_of()) as server, told_by_a_server(status_of(other)) as reader:
-        what = (
-            r"--reader would find nothing that --server stores: kv_dtype is 'float8_e4m3fn' and 'bfloat16'; start all"
-        )
-        with pytest.raises(ConfigError, match=what):
-            await _bench(server, reader, [1], None, 1)
+        for options, said in (
+            (("--flush",), "has no metrics of sgl_kvfetch: start it with --enable-metrics"),
+            (
+                ("--reader", reader),
+                "would find nothing that --server stores: kv_dtype is 'float8_e4m3fn' and 'bfloat16'; start all",
+            ),
+        ):
+            refused = kvfetch("bench", "--server", server, "--file", str(tmp_path / "prompts.jsonl"), *options)
+            assert (refused.exit_code, said in refused.stderr) == (2, True), refused.output

@@ -11,8 +11,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
-from sgl_kvfetch.stores.upkeep import pages_stored
-from tests.segments import put_all, using
+from tests.segments import put_all
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 TOKENS = list(range(3, 11))
@@ -36,6 +35,7 @@ def run(*args: str, exit_code: int = 0) -> str:
 
 
 def test_pin_list_and_remove(tmp_path: Path, tiny_llama: Path) -> None:
+    """A page counts when all heads are stored."""
     root = tmp_path / "store"
     namespace = store_pages(root, 8, range(1))
     store_pages(root, 4, range(1, 2))
@@ -65,16 +65,3 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
     assert [sum(pin["stored_pages"].values()) for pin in kvfetch_json("pin", str(root), *options)] == [0, 0]
     salted = kvfetch_json("pin", str(root), *options, "--cache-salt", "tenant")
     assert [sum(pin["stored_pages"].values()) for pin in salted] == [8, 0]
-
-
-def test_a_page_counts_when_all_heads_are_stored(tmp_path: Path) -> None:
-    def look() -> dict[str, int]:
-        return using(LocalStore(tmp_path), lambda store: pages_stored(store, page_hashes(TOKENS, 1)))
-
-    assert look() == {}
-    namespace = store_pages(tmp_path, 4, range(1))
-    assert look() == {namespace: 0}
-    store_pages(tmp_path, 2, range(2))
-    assert look() == {namespace: 2}
-    store_pages(tmp_path, 8, range(1, 2))
-    assert look() == {namespace: 4}
