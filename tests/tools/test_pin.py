@@ -3,16 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from harness.small_segments import NAMESPACE
-from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
-from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
 from tests.segments import put_all
 from tests.tools.conftest import kvfetch, kvfetch_json
+from tests.tools.test_why import coded
 
 TOKENS = list(range(3, 11))
 TEXT = " ".join(f"w{token}" for token in TOKENS)
@@ -21,10 +17,7 @@ TEXT = " ".join(f"w{token}" for token in TOKENS)
 def store_pages(root: Path, num_pages: int, heads: range, salt: str | None = None) -> str:
     """Store the first pages of TOKENS, of one token each, for one rank of two. Return the namespace."""
     namespace = replace(NAMESPACE, num_heads=2)
-    spec = SegmentSpec(HeadSlice(namespace, heads), make_quantiser("exact"), "zstd", "240p", 8)
-    values = torch.zeros(num_pages, 1, len(heads), 48, dtype=torch.bfloat16)
-    segment = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(TOKENS, 1, salt)[:num_pages])
-    put_all(LocalStore(root), segment)
+    put_all(LocalStore(root), coded(namespace, range(num_pages), heads=heads, salt=salt, tokens=TOKENS))
     return namespace.digest()
 
 
