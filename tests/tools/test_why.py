@@ -90,10 +90,17 @@ def status_of(namespace: Namespace = NAMESPACE, **changes: Any) -> ServerStatus:
     return ServerStatus(namespace=namespace, **(about | {"end_head": namespace.num_heads} | changes))
 
 
-def told(root: Path, namespace: Namespace = NAMESPACE, **changes: Any) -> dict[str, Any]:
+def told(
+    root: Path,
+    namespace: Namespace = NAMESPACE,
+    metrics: str = "",
+    prompt: Sequence[int] = TOKENS[:8],
+    exit_code: int = 1,
+    **changes: Any,
+) -> dict[str, Any]:
     """What `kvfetch why` says for a server."""
-    with told_by_a_server(status_of(namespace, **changes)) as url:
-        return why(root, "--server", url)
+    with told_by_a_server(status_of(namespace, **changes), metrics) as url:
+        return why(root, "--server", url, prompt=prompt, exit_code=exit_code)
 
 
 def store(root: Path, *segments: CodedSegment) -> None:
@@ -239,8 +246,7 @@ def test_levels_that_were_dropped(tmp_path: Path) -> None:
     found = why(tmp_path, prompt=TOKENS)
     assert_why(found, Reason.COARSE, pages=range(2))
     assert "has lost 1 levels; 0 may be left out" in found["findings"][0]["detail"]
-    with told_by_a_server(status_of(KLT_SPEC.heads.namespace, coarseness=1)) as url:
-        assert why(tmp_path, "--server", url, prompt=TOKENS, exit_code=0)["stored_pages"] == 2
+    assert told(tmp_path, KLT_SPEC.heads.namespace, coarseness=1, prompt=TOKENS, exit_code=0)["stored_pages"] == 2
 
 
 @pytest.mark.parametrize(
@@ -280,8 +286,7 @@ def test_cells_with_more_heads_than_the_rank(tmp_path: Path) -> None:
     assert_why(found, Reason.UNSUPPORTED, pages=range(8))
     assert "cells of 2 heads" in found["findings"][0]["detail"]
     store(tmp_path, coded(both, heads=range(1)), coded(both, heads=range(1, 2)))  # as it does with what it computes
-    with told_by_a_server(status_of(both, end_head=1)) as url:
-        assert why(tmp_path, "--server", url, exit_code=0)["stored_pages"] == 8
+    assert told(tmp_path, both, end_head=1, exit_code=0)["stored_pages"] == 8
 
 
 def test_a_prompt_that_is_stored_without_its_salt(tmp_path: Path) -> None:
@@ -298,35 +303,29 @@ def test_what_is_in_the_way_of_a_server(tmp_path: Path) -> None:
     assert only_reason(found) == (Reason.SHORT, 0, 8)
     assert found["findings"][0]["detail"] == "7 tokens could be served, and lookups begin at 8"
     down = 'sgl_kvfetch_store_down{pid="7"} 1.0\n'
-    with told_by_a_server(status_of(threshold_tokens=7), f"# HELP x\n{down}other 1.0\n") as url:
-        assert only_reason(why(tmp_path, "--server", url)) == (Reason.SKIPPED, 0, 8)
-    with told_by_a_server(status_of(threshold_tokens=7), down.replace("1.0", "0.0")) as url:
-        assert why(tmp_path, "--server", url, exit_code=0)["stored_pages"] == 8
+    found = told(tmp_path, metrics=f"# HELP x\n{down}other 1.0\n", threshold_tokens=7)
+    assert only_reason(found) == (Reason.SKIPPED, 0, 8)
+    found = told(tmp_path, metrics=down.replace("1.0", "0.0"), threshold_tokens=7, exit_code=0)
+    assert found["stored_pages"] == 8
 
 
 def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
     store(tmp_path, coded(pages=range(4)))
 
-    def detail(status: ServerStatus, **samples: int) -> str:
-        metrics = "".join(f"sgl_kvfetch_{name} {value}\n" for name, value in samples.items())
-        with told_by_a_server(status, metrics) as url:
-            found = why(tmp_path, "--server", url)
+    def detail(*samples: str, **changes: Any) -> str:
+        found = told(tmp_path, metrics="".join(f"sgl_kvfetch_{sample}\n" for sample in samples), **changes)
         assert only_reason(found) == (Reason.NEVER_WRITTEN, 4, 8)
         return str(found["findings"][0]["detail"])
 
-    assert detail(status_of()) == "the store has no trace of them"
-    assert "it does not write: its mode is read_only" in detail(status_of(writes=False))
-    assert detail(status_of(unstored=["no room", "no time"])).endswith(
-        "Of its writes, the server reports: no room; no time"
-    )
+    assert detail() == "the store has no trace of them"
+    assert "it does not write: its mode is read_only" in detail(writes=False)
+    said = detail(unstored=["no room", "no time"])
+    assert said.endswith("Of its writes, the server reports: no room; no time")
     said = detail(
-        status_of(),
-        **{
-            'queued_bytes{queue="write"}': 7,
-            'written_pages_total{result="dropped_full"}': 5,
-            'misses_total{stage="write",reason="full"}': 2,
-            'misses_total{stage="fetch",reason="late"}': 3,
-        },
+        'queued_bytes{queue="write"} 7',
+        'written_pages_total{result="dropped_full"} 5',
+        'misses_total{stage="write",reason="full"} 2',
+        'misses_total{stage="fetch",reason="late"} 3',
     )
     assert "the server reports: 7 B of pages wait in its write queue; it has dropped 5 pages since its start: " in said
     assert said.endswith("; 2 writes have failed: full (a larger --capacity)")
@@ -334,9 +333,7 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
 
 def test_pages_that_were_evicted_or_could_not_be_written(tmp_path: Path) -> None:
     store(tmp_path, coded(pages=range(4, 8)))
-    failed = 'sgl_kvfetch_misses_total{stage="write",reason="full"} 2\n'
-    with told_by_a_server(status_of(), failed) as url:
-        found = why(tmp_path, "--server", url)
+    found = told(tmp_path, metrics='sgl_kvfetch_misses_total{stage="write",reason="full"} 2\n')
     assert only_reason(found) == (Reason.EVICTED, 0, 8)
     detail = found["findings"][0]["detail"]
     assert "are stored: they were, too, or could not be written. Of its writes, the server reports: 2 writes" in detail
