@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -163,7 +163,8 @@ class FaultyProxy:
         self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if fault is not None and fault.kind in ("hang", "error", "garbage"):
-            await _drop_body(head, reader)
+            async for _ in _body(head, reader):
+                pass
             if fault.kind == "hang":
                 await reader.read()  # until the client gives up
             elif fault.kind == "error":
@@ -177,7 +178,9 @@ class FaultyProxy:
         self._writers.add(store_writer)
         try:
             store_writer.write(_closing(head))
-            await _pipe_body(head, reader, store_writer)
+            async for piece in _body(head, reader):
+                store_writer.write(piece)
+                await store_writer.drain()
             answer_head = _closing(await store_reader.readuntil(b"\r\n\r\n"))
             writer.write(_with_wrong_length(answer_head, fault))
             await self._pipe_answer(fault, store_reader, reader, writer)
@@ -212,24 +215,15 @@ class FaultyProxy:
             sent += len(piece)
 
 
-async def _pipe_body(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _body(head: bytes, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the pieces of a request's body. Raises ConnectionResetError if the client disconnects before its end."""
     left = _body_bytes(head)
     while left:
         piece = await reader.read(min(left, _PIECE_BYTES))
         if not piece:
             raise ConnectionResetError("the client disconnected")
         left -= len(piece)
-        writer.write(piece)
-        await writer.drain()
-
-
-async def _drop_body(head: bytes, reader: asyncio.StreamReader) -> None:
-    left = _body_bytes(head)
-    while left:
-        piece = await reader.read(min(left, _PIECE_BYTES))
-        if not piece:
-            return
-        left -= len(piece)
+        yield piece
 
 
 def _body_bytes(head: bytes) -> int:
