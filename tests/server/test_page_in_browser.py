@@ -73,9 +73,6 @@ class Browser:
         """Let the page ask its store no more, not even for what it has just asked. So what a test draws stays."""
         self.driver.execute_async_script("ask = () => new Promise(() => {}); window.stop(); setTimeout(arguments[0]);")
 
-    def press(self, *keys: str) -> None:
-        webdriver.ActionChains(self.driver).send_keys(*keys).perform()
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:

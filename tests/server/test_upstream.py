@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +22,7 @@ from sgl_kvfetch.codec import CodedSegment
 from sgl_kvfetch.codec.container.encryption import NO_KEYS
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import bytes_read
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import PROFILES, publish_profile
@@ -39,40 +39,31 @@ SIZE = len(SEGMENT.data)
 ONCE = HttpOptions(max_attempts=1)
 
 
+@dataclass(frozen=True)
 class Pair:
     """A store, and another one in front of it, with clients of both. ``proxy`` is between them."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._stack = AsyncExitStack()
-        self.proxy: FaultyProxy
-
-    async def __aenter__(self) -> Pair:
-        far = await self._stack.enter_async_context(running_server(ServerConfig(self.root / "far", port=0, grace_s=0)))
-        self.proxy = await self._stack.enter_async_context(FaultyProxy(far.host, far.port))
-        config = ServerConfig(self.root / "near", port=0, grace_s=0, upstream=self.proxy.url)
-        self.near_server: RunningServer = await self._stack.enter_async_context(running_server(config))
-        self.far, self.near = HttpStore(far.url), HttpStore(self.near_server.url, options=ONCE)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.near.close()
-        await self.far.close()
-        await self._stack.aclose()
+    root: Path
+    proxy: FaultyProxy
+    far: HttpStore
+    near: HttpStore
 
     async def metrics(self) -> str:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.near_server.url}/metrics") as answer:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.near.url}/metrics") as answer:
             return await answer.text()
-
-    def reads(self) -> int:
-        """Return how many reads of data the upstream has got."""
-        return sum(method == "GET" and path.endswith(".kvd") for method, path in self.proxy.requests)
 
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    async with Pair(tmp_path) as pair:
+    async with (
+        running_server(ServerConfig(tmp_path / "far", port=0, grace_s=0)) as far,
+        FaultyProxy(far.host, far.port) as proxy,
+        running_server(ServerConfig(tmp_path / "near", port=0, grace_s=0, upstream=proxy.url)) as near,
+    ):
+        pair = Pair(tmp_path, proxy, HttpStore(far.url), HttpStore(near.url, options=ONCE))
         yield pair
+        await pair.near.close()
+        await pair.far.close()
 
 
 async def fetch(store: HttpStore, segment: CodedSegment = SEGMENT, piece: int = 4096) -> None:
@@ -112,7 +103,7 @@ async def test_whole_objects_open_ranges_and_manifests_are_passed_on(pair: Pair)
     assert info is not None
     assert info.size_bytes == SIZE
     async with aiohttp.ClientSession() as session:
-        url = f"{pair.near_server.url}/v1/objects/{NAME}"
+        url = f"{pair.near.url}/v1/objects/{NAME}"
         for header, expected in (("bytes=-7", SEGMENT.data[-7:]), (f"bytes={SIZE - 9}-", SEGMENT.data[-9:])):
             async with session.get(url, headers={"Range": header}) as answer:
                 assert (answer.status, await answer.read()) == (206, expected)
