@@ -306,7 +306,7 @@ async def test_a_server_that_stops_finishes_what_it_can_within_the_grace_period(
     tmp_path: Path, num_bytes: int, gbps: float, grace_s: float
 ) -> None:
     """The second answer would take 400 s."""
-    content, loop = bytes(num_bytes), asyncio.get_running_loop()
+    content, loop = bytes(range(250)) * (num_bytes // 250), asyncio.get_running_loop()
     with slow_link(gbps):
         async with serving(tmp_path, grace_s=grace_s) as (server, session):
             store = HttpStore(server.url, options=HttpOptions(max_attempts=1))

@@ -202,15 +202,17 @@ async def test_a_clients_token_file_is_read_again(
     monkeypatch.setenv(TOKEN_ENV, "a")
     config = parse_config({"store": server.url, "token_file": str(path)})
     store = HttpStore(server.url, token=store_token(config))
-    content = bytes(3 << 20)
+    content = bytes(range(256)) * (3 << 12)
     asks: list[Callable[[], Awaitable[object]]] = [
         partial(store.put, data_object(content), content),
         partial(store.get, data_object(content)),
-        partial(store.get, data_object(content), 0, 2 << 20),
+        partial(store.get, data_object(content), 12345, 2 << 20),
     ]
     for text, is_known in (("revoked", False), ("# ours\nw\n", True), ("two words", True), ("revoked", False)):
         path.write_text(text)
+        got = []
         for ask in asks:
             with nullcontext() if is_known else pytest.raises(StoreError, match="does not know this token"):
-                await ask()
+                got.append(await ask())
+        assert got[1:] == ([content, content[12345 : 12345 + (2 << 20)]] if is_known else [])
     await store.close()
