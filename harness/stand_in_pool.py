@@ -45,32 +45,9 @@ class MHATokenToKVPool:
         self.k_buffer, self.v_buffer = buffers(head_dim), buffers(v_head_dim or head_dim)
 
 
-class MLATokenToKVPool:
-    """Is never made: it only has to be importable."""
-
-
-class DSATokenToKVPool:
-    """Is never made: it only has to be importable."""
-
-
-class MiniMaxSparseKVPool:
-    """Is never made: it only has to be importable."""
-
-
-class HybridLinearKVPool:
-    """Is never made: it only has to be importable."""
-
-
-class SWAKVPool:
-    """Is never made: it only has to be importable."""
-
-
-class MHATokenToKVPoolHost:
-    """Is never made: it only has to be importable."""
-
-
-class PoolTransfer:
-    """Is never made: it only has to be importable."""
+def _importable(*names: str) -> tuple[type, ...]:
+    """Return classes of which nothing is ever made: they only have to be importable."""
+    return tuple(type(name, (), {}) for name in names)
 
 
 class PoolHitPolicy(StrEnum):
@@ -133,16 +110,13 @@ class LayerWiseLoadCounter:
 
 
 _MODULES: dict[str, tuple[type, ...]] = {
-    "sglang.srt.mem_cache.hicache_storage": (PoolHitPolicy, PoolName, PoolTransfer),
+    "sglang.srt.mem_cache.hicache_storage": (PoolHitPolicy, PoolName, *_importable("PoolTransfer")),
     "sglang.srt.mem_cache.memory_pool": (
-        DSATokenToKVPool,
-        HybridLinearKVPool,
         MHATokenToKVPool,
-        MiniMaxSparseKVPool,
-        MLATokenToKVPool,
+        *_importable("DSATokenToKVPool", "HybridLinearKVPool", "MiniMaxSparseKVPool", "MLATokenToKVPool"),
     ),
-    "sglang.srt.mem_cache.pool_host.mha": (MHATokenToKVPoolHost,),
-    "sglang.srt.mem_cache.swa_memory_pool": (SWAKVPool,),
+    "sglang.srt.mem_cache.pool_host.mha": _importable("MHATokenToKVPoolHost"),
+    "sglang.srt.mem_cache.swa_memory_pool": _importable("SWAKVPool"),
     "sglang.srt.mem_cache.unified_cache.component_type": (ComponentType,),
     "sglang.srt.mem_cache.unified_cache.unified_cache_linker": (LayerWiseLoadCounter,),
 }
