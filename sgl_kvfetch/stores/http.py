@@ -626,8 +626,8 @@ class HttpStore(RemoteStore):
 
         def pause_s(error: StoreError) -> float | None:
             """Return how long to wait before the next attempt; None if there is none."""
-            most = options.max_attempts if error.reason not in _CUTS or most_cut is None else most_cut
-            if number >= most or not (error.retriable and error.reason in RETRIED):
+            is_cut_again = most_cut is not None and error.reason in _CUTS and number >= most_cut
+            if is_cut_again or number >= options.max_attempts or not (error.retriable and error.reason in RETRIED):
                 return None
             pause_s = random.uniform(0, min(timeout_s, options.backoff_s * 2.0 ** (number - 1)))
             return pause_s if asyncio.get_running_loop().time() + pause_s < began_s + timeout_s else None
