@@ -86,7 +86,7 @@ def test_other_commands_take_a_bucket(s3: S3Server, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     assert "3 segments" in result.output
     assert kvfetch("inspect", f"{URL}#{FOLDER}").exit_code == 0
-    result = kvfetch("encode", URL, "--codec", "deflate")
+    result = kvfetch("encode", URL, "--codec", "deflate", "--grace", "0")
     assert result.exit_code == 0, result.output
     assert "3 segments encoded" in result.output
     assert kvfetch("verify", URL).exit_code == 0
