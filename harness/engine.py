@@ -112,10 +112,7 @@ def host_tier_args(
 def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
     """Return the flags of device mode: our storage backend without a host tier. Arguments: see ``hicache_args``."""
     extra = extra_config(store_url, prefetch_threshold=prefetch_threshold, **config)
-    return [
-        *("--hicache-storage-backend", "kvfetch"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
-    ]
+    return [*("--hicache-storage-backend", "kvfetch"), *("--hicache-storage-backend-extra-config", json.dumps(extra))]
 
 
 def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> dict[str, Any]:

@@ -193,12 +193,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 2048,
         },
     },
-    "qwen3_next": {
-        **_DELTA,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 32,
-        **_EXPERTS,
-    },
+    "qwen3_next": {**_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 32, **_EXPERTS},
 }
 """More families, whose layers differ, or which SGLang serves here only in Triton's interpreter, as ``FAMILIES`` has
 them. Phi-3 has another rotation than there."""
@@ -260,8 +255,7 @@ def make_tiny(directory: Path, family: str, changes: Mapping[str, Any] | None = 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        family,
-        **_SMALL | {"pad_token_id": 0} | dict(FAMILIES[family] if changes is None else changes),
+        family, **_SMALL | {"pad_token_id": 0} | dict(FAMILIES[family] if changes is None else changes)
     )
 
     def make(config: Any) -> Any:

@@ -111,12 +111,7 @@ class StoreProcess:
     def launch(self) -> None:
         """Start the store's process without waiting until it answers."""
         assert self._process is None, "already started"
-        self._process = start_child(
-            self._args,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
+        self._process = start_child(self._args, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
 
     def log(self) -> str:
         """Return all that the store has printed so far."""

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.ptx.program import Instruction
-from harness.ptx.values import (
-    SIGNED,
-    UNSIGNED,
-    Values,
-    bfloat_of_float,
-    float_of_bfloat,
-    halves_of,
-    joined,
-    width_of,
-)
+from harness.ptx.values import SIGNED, UNSIGNED, Values, bfloat_of_float, float_of_bfloat, halves_of, joined, width_of
 
 if TYPE_CHECKING:
     from harness.ptx.block import Block, Kernel

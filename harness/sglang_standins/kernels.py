@@ -57,12 +57,7 @@ def rope(x: torch.Tensor, cache: torch.Tensor, positions: torch.Tensor) -> None:
 
 
 def store_rows(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    skip: int,
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, skip: int
 ) -> None:
     """Store K and V of tokens in their slots, but for those whose slot is ``skip``."""
     k, v, k_cache, v_cache = (x.flatten(1) if x.dim() > 2 else x for x in (k, v, k_cache, v_cache))

@@ -15,15 +15,7 @@ from aiohttp import web
 from harness.engine import free_port
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools import sglang_server
-from sgl_kvfetch.tools.compare import (
-    Comparison,
-    TopAnswer,
-    _Case,
-    _Run,
-    ask,
-    compared,
-    divergence,
-)
+from sgl_kvfetch.tools.compare import Comparison, TopAnswer, _Case, _Run, ask, compared, divergence
 from sgl_kvfetch.tools.sglang_server import ask_server, open_server, server_info, server_samples
 from tests.tools.conftest import kvfetch
 

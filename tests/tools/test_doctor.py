@@ -58,13 +58,7 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     result = kvfetch("doctor")
     assert result.exit_code == 0
     assert "host mode can run here" in result.stdout
-    assert [line.split()[1] for line in result.stderr.splitlines()] == [
-        "SGLang,",
-        "for",
-        "Triton",
-        "codecs",
-        "audits",
-    ]
+    assert [line.split()[1] for line in result.stderr.splitlines()] == ["SGLang,", "for", "Triton", "codecs", "audits"]
     monkeypatch.setattr(doctor, "check_triton", lambda: [Check("Triton", "no", "2.7", "update it")])
     result = kvfetch("doctor")
     assert result.exit_code == 1

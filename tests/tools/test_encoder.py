@@ -95,11 +95,7 @@ async def stored_in(store: AdminStore, count: int = 1) -> list[CodedSegment]:
     return made
 
 
-async def encode(
-    store: AdminStore,
-    targets: tuple[Target, ...] = HEVC,
-    **options: Any,
-) -> Encoder:
+async def encode(store: AdminStore, targets: tuple[Target, ...] = HEVC, **options: Any) -> Encoder:
     """Run an encoder once, completely."""
     encoder = Encoder(store, EncodeOptions(targets, **({"grace_s": 0, "workers": 2} | options)))
     try:

@@ -125,10 +125,7 @@ def test_a_bucket_with_versions_keeps_what_is_deleted(s3: S3Server, tmp_path: Pa
     keys = {f"aws_{key}": s3.config[key] for key in ("access_key_id", "secret_access_key")}
     client = boto3.client("s3", endpoint_url=s3.config["endpoint"], region_name="us-east-1", **keys)
     using(S3Store(URL), lambda store: store.delete_prefix(""))
-    commands = [
-        ("gc", URL, "--capacity", "1B", "--grace", "0", "--yes"),
-        ("clear", URL, "--yes"),
-    ]
+    commands = [("gc", URL, "--capacity", "1B", "--grace", "0", "--yes"), ("clear", URL, "--yes")]
     for command in commands:
         client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": status})
         put_all(S3Store(URL), *SEGMENTS)

@@ -199,8 +199,7 @@ def test_each_kind_of_damage_is_one_problem(
 
 
 @pytest.mark.parametrize(
-    ("quantiser", "what"),
-    [("uint9", "quantiser 'uint9' is unknown"), ("exact", "segment is quantised as")],
+    ("quantiser", "what"), [("uint9", "quantiser 'uint9' is unknown"), ("exact", "segment is quantised as")]
 )
 def test_a_quantiser_that_does_not_fit_is_named(stored: Stored, quantiser: str, what: str) -> None:
     namespace = dataclasses.replace(stored.segments[2].manifest.namespace, quantiser=quantiser)
