@@ -11,6 +11,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.stores.notes import Pin, decode_pin, put_pin
 from tests.directory.conftest import rebuild
+from tests.stores.conformance import failing
 
 CHAINS = [page_hashes(16, branch=str(i)) for i in range(8)]
 SEGMENTS = [make_segment(chain, 0, 16) for chain in CHAINS]
@@ -41,4 +42,7 @@ async def test_a_merged_segment_is_pinned_like_its_halves(tmp_path: Path) -> Non
         for name in ("0", "0" * 64):
             (tmp_path / ".pins" / name).write_bytes(b"not a pin")
         await rebuild(store)
+    await put_pin(store, Pin("", 1, b"".join(CHAINS[6])))
+    with failing("full", "pinned segments would take"):  # more than half of the capacity
+        await put_pin(store, Pin("", 1, b"".join(CHAINS[7])))
     await store.close()
