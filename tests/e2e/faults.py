@@ -11,8 +11,6 @@ import time
 from collections.abc import Coroutine, Iterator, Set
 from typing import Any, Protocol
 
-import pytest
-
 from harness.engine import Generation, SGLangServer
 from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric, written
@@ -83,9 +81,7 @@ def is_write(method: str, path: str) -> bool:
 
 FAULTS: list[tuple[str, Fault, str, set[str]]] = [
     # name, fault, stage that falls short, reasons it may be counted under
-    ("refuses", Fault("refuse"), "lookup", {"refused", "timeout"}),
     ("hangs", Fault("hang"), "lookup", {"timeout"}),
-    ("answers 500", Fault("error", status=500), "lookup", {"server", "timeout"}),
     ("says garbage", Fault("garbage"), "lookup", {"protocol", "truncated", "timeout"}),
     ("hangs in mid-fetch", Fault("hang", only=is_data), "fetch", {"timeout"}),
     ("answers data with 500", Fault("error", status=500, only=is_data), "fetch", {"server", "timeout"}),
@@ -99,12 +95,6 @@ FAULTS: list[tuple[str, Fault, str, set[str]]] = [
     ),
     ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
 ]
-
-
-def each_fault(*names: str) -> pytest.MarkDecorator:
-    """Parametrize a test by faults, by default by all. Each has a prompt of its own."""
-    cases = {name: (seed, *case) for seed, (name, *case) in enumerate(FAULTS) if not names or name in names}
-    return pytest.mark.parametrize(("seed", "fault", "stage", "reasons"), cases.values(), ids=cases)
 
 
 def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,11 +26,11 @@ from tests.e2e.conftest import ANSWER_TOKENS, NUM_STORED, Expected, ask, make_pr
 from tests.e2e.device import attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.faults import (
     DEADLINE_S,
+    FAULTS,
     LOOKUP_S,
     PAGES,
     Proxy,
     assert_a_miss_in_time,
-    each_fault,
     fetch_again,
     is_data,
 )
@@ -47,6 +46,7 @@ CONFIG: dict[str, Any] = {
 }
 PATIENT = CONFIG | {"fetch_timeout_s": 600, "lookup_timeout_s": 600}
 HELD = ("sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
+EACH_FAULT = {name: (seed, *case) for seed, (name, *case) in enumerate(FAULTS)}  # each has a prompt of its own
 NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "30"))
 ABORTS_A_ROUND = 5
 
@@ -102,7 +102,7 @@ def as_before(shared: Attached, link: Proxy) -> Iterator[None]:
     fetch_again(shared.server, NUM_STORED - 1)
 
 
-@each_fault()
+@pytest.mark.parametrize(("seed", "fault", "stage", "reasons"), EACH_FAULT.values(), ids=EACH_FAULT)
 def test_a_store_that(
     seed: int,
     fault: Fault,
@@ -129,33 +129,6 @@ def test_others_go_on_and_see_the_parked(patient: SGLangServer, link: Proxy, exp
         for seed, future in enumerate(parked):
             output_ids = json.loads(future.result(WAIT_S))["output_ids"]
             assert output_ids == expected[seed].output_ids[:4]
-
-
-def test_an_abort(patient: SGLangServer, link: Proxy) -> None:
-    server = patient
-    link.set(HANG)
-    with ThreadPoolExecutor(2) as pool:
-        parked = [begin(server, pool, seed, f"aborted {seed}") for seed in range(2)]
-        wait_until_parked(server, 2)
-        server.request("POST", "/abort_request", {"abort_all": True})
-        for future in parked:
-            with contextlib.suppress(ServerError):
-                assert json.loads(future.result(WAIT_S))["meta_info"]["finish_reason"]["type"] == "abort"
-    wait_until_parked(server, 0)
-    server.flush()
-
-
-def test_a_client_that_goes_away(patient: SGLangServer, link: Proxy) -> None:
-    server = patient
-    link.set(HANG)
-    body = {"input_ids": make_prompt(0), "sampling_params": {"max_new_tokens": 4}, "stream": True}
-    request = urllib.request.Request(
-        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=WAIT_S):
-        wait_until_parked(server, 1)
-    wait_until_parked(server, 0)
-    server.flush()
 
 
 def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: Path, expected: Expected) -> None:

@@ -178,25 +178,6 @@ async def test_pieces_of_transfers_under_way_count_when_another_one_ends(clock: 
     assert link.recent_bps(clock.now_s) == pytest.approx(4 * 8e5)
 
 
-async def test_a_transfer_may_end_after_its_bytes_have_counted(clock: Clock) -> None:
-    link = Link(clock.monotonic)
-    for size in (100_000, 100_000):
-        link.started(size)
-    clock.now_s += 1.0
-    link.received(200_000)
-    link.ended(100_000, clock.now_s - 1.0, is_whole=True)
-    clock.now_s += 0.001
-    link.ended(100_000, clock.now_s - 1.001, is_whole=True)
-    assert link.recent_bps(clock.now_s) == pytest.approx(16e5, rel=0.01)
-    link.started(100_000)
-    link.started(100_000)
-    link.received(100_000)
-    clock.now_s += 1.0
-    link.ended(100_000, clock.now_s - 1.0, is_whole=False)  # these bytes count for nothing
-    link.ended(100_000, clock.now_s - 1.0, is_whole=True)
-    assert link.recent_bps(clock.now_s) == pytest.approx(16e5, rel=0.01)
-
-
 async def test_pieces_tell_how_fast_a_link_is_before_a_transfer_ends(clock: Clock) -> None:
     link = Link(clock.monotonic)
     link.started(1_000_000)

@@ -72,9 +72,10 @@ def test_coded_cells_are_restored_on_the_gpu(
 def test_the_kernels_restore_what_the_cpu_does(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter."""
     monkeypatch.setattr(device_rig, "DIM", 8)
-    expected = written(make, TOKENS, **exact())
+    tokens = TOKENS[:16]
+    expected = written(make, tokens, **exact())
     monkeypatch.setattr(runtime, "INTERPRETED", True)
-    assert_same_bits(loaded(reader(make, **exact()), TOKENS), expected)
+    assert_same_bits(loaded(reader(make, **exact()), tokens), expected)
 
 
 def test_segments_that_no_gpu_decodes_are_staged_as_values(make: MakeRig) -> None:
