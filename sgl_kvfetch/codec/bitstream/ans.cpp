@@ -684,6 +684,10 @@ const char* read_frames(const Tables& t, const uint8_t* data, size_t size, size_
 
 constexpr size_t kSpare = 32;  // bytes in front of a piece's room, which a word or a vector may overwrite
 
+// Room for words, a few MiB. A thread keeps it for its next bitstream: the kernel clears fresh pages, which took a tenth
+// of the time of encoding.
+thread_local std::vector<uint8_t> words_of_thread;
+
 // A piece that is written from its end to its beginning, as rANS encodes.
 struct Writer {
     uint32_t states[kLanes];
@@ -904,19 +908,15 @@ struct Plan {
         : rows(rows), tokens(tokens), chosen(has_row_tables ? 0 : rows * tokens), classes(rows) {}
 };
 
-// Symbols of some tokens, a row every `stride` bytes.
-struct Symbols {
-    const uint8_t* first;
-    size_t stride;
-};
-
-// Encodes the rows of `count` groups, which begin at the token `first`.
-void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, Symbols symbols, size_t first,
+// Encodes the rows of `count` groups, which begin at the token `first`, the last row first. `row_of(r, first, tokens)`
+// returns the symbols of a row.
+template <class RowOf>
+void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, RowOf& row_of, size_t first,
                   size_t count, Writer* writers) {
     const size_t tokens = std::min(count * kGroup, plan.tokens - first);
     std::vector<uint8_t> same(plan.chosen.empty() ? tokens : 0);
     for (size_t r = plan.rows; r-- > 0;) {
-        const uint8_t *row = symbols.first + r * symbols.stride, *chosen = same.data();
+        const uint8_t *row = row_of(r, first, tokens), *chosen = same.data();
 #ifdef HAS_AVX512
         if (t.has_vectors && tokens == kWays * kGroup && !plan.near.empty()) {
             encode_ways_avx512<kWays>(writers, NearEntries(plan.near[plan.classes[r]]), row, kGroup);
@@ -946,14 +946,13 @@ void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, Sy
     }
 }
 
-// Returns the bitstream. `block(first, length)` returns the symbols of some tokens, until it is called again.
-template <class Block>
-std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, Block block) {
+// Returns the bitstream. `row_of`: as in `write_groups`.
+template <class RowOf>
+std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, RowOf row_of) {
     const size_t groups = (plan.tokens + kGroup - 1) / kGroup, most = std::min<size_t>(plan.tokens, kWays * kGroup);
-    // Words are not cleared, because most of them are never touched. Groups that take turns use the room of those
-    // before them.
-    const size_t room_bytes = 2 * plan.rows * most + kSpare * (kWays + 1);
-    std::unique_ptr<uint8_t[]> words(new uint8_t[room_bytes]);
+    // Groups that take turns use the room of those before them.
+    std::vector<uint8_t>& words = words_of_thread;
+    words.resize(std::max(words.size(), 2 * plan.rows * most + kSpare * (kWays + 1)));
     std::vector<uint8_t> coded(4 * groups);
     coded.reserve(4 * groups + plan.rows * plan.tokens / 2);  // of exponents; more is taken as it is needed
     const auto append = [&](const Writer& writer) {
@@ -964,12 +963,12 @@ std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan&
     for (size_t first = 0; first < plan.tokens;) {
         const size_t count = groups_from(first, plan.tokens), length = std::min(count * kGroup, plan.tokens - first);
         std::vector<Writer> writers;
-        uint8_t* room = words.get();
+        uint8_t* room = words.data();
         for (size_t from = 0; from < length; from += kGroup) {
             const size_t tokens = std::min<size_t>(kGroup, length - from);
             writers.emplace_back(std::min<size_t>(kLanes, tokens), room += kSpare + 2 * plan.rows * tokens);
         }
-        write_groups(t, entries, plan, block(first, length), first, count, writers.data());
+        write_groups(t, entries, plan, row_of, first, count, writers.data());
         for (size_t k = 0; k < count; ++k) {
             const uint32_t size = static_cast<uint32_t>(writers[k].words());
             std::memcpy(&coded[4 * (first / kGroup + k)], &size, 4);
@@ -990,7 +989,7 @@ std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan&
 
 // Returns the bitstream of symbols, (rows, tokens).
 std::vector<uint8_t> write_rows(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
-    return write(t, entries, plan, [&](size_t first, size_t) { return Symbols{symbols + first, plan.tokens}; });
+    return write(t, entries, plan, [&](size_t r, size_t first, size_t) { return symbols + r * plan.tokens + first; });
 }
 
 std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows, size_t tokens) {
@@ -1153,41 +1152,60 @@ Slots slots_of(const int64_t* counts) {
     return slots;
 }
 
-// Puts each row into the cluster that costs it least. `counts`: (rows, width); `costs`: (clusters, width).
+// Puts each row into the cluster that costs it least. `counts`: (rows, width); `costs`: (width / 2, kMostFitted, 2), of
+// pairs of symbols.
 CLONES void assign(const int16_t* counts, size_t rows, size_t width, const int16_t* costs, int clusters, int* classes) {
     for (size_t r = 0; r < rows; ++r) {
-        const int16_t* row = counts + r * width;
-        int32_t least = INT32_MAX;
-        for (int d = 0; d < clusters; ++d) {
-            const int16_t* cost = costs + d * width;
-            int32_t sum = 0;
-            for (size_t s = 0; s < width; ++s) sum += static_cast<int32_t>(row[s]) * cost[s];
-            if (sum < least) least = sum, classes[r] = d;
-        }
+        int32_t sums[kMostFitted] = {};
+        const int16_t* cost = costs;
+        for (const int16_t* pair = counts + r * width; pair < counts + (r + 1) * width; pair += 2, cost += 2 * kMostFitted)
+            for (int d = 0; d < kMostFitted; ++d)
+                sums[d] += int32_t{pair[0]} * cost[2 * d] + int32_t{pair[1]} * cost[2 * d + 1];
+        classes[r] = static_cast<int>(std::min_element(sums, sums + clusters) - sums);
     }
 }
 
+#ifdef HAS_AVX512
+AVX512 void assign_avx512(const int16_t* counts, size_t rows, size_t width, const int16_t* costs, int clusters,
+                          int* classes) {
+    const __mmask16 used = static_cast<__mmask16>((1u << clusters) - 1);
+    for (size_t r = 0; r < rows; ++r) {
+        __m512i sums = _mm512_setzero_si512();
+        for (size_t s = 0; s < width; s += 2) {
+            int32_t pair;
+            std::memcpy(&pair, counts + r * width + s, sizeof(pair));
+            const __m512i cost = _mm512_loadu_si512(costs + s * kMostFitted);
+            sums = _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32(pair), cost));
+        }
+        const __m512i least = _mm512_set1_epi32(_mm512_mask_reduce_min_epi32(used, sums));
+        classes[r] = __builtin_ctz(_mm512_mask_cmpeq_epi32_mask(used, sums, least));
+    }
+}
+#endif
+
 // `frames`: (tokens, rows).
-Fitted fit(const uint8_t* frames, size_t tokens, size_t rows) {
+Fitted fit(const Tables& t, const uint8_t* frames, size_t tokens, size_t rows) {
     const Counts found(frames, tokens, rows);
     const std::vector<int>& symbols = found.symbols;
     const std::vector<int16_t>& counts = found.rows;
     const size_t width = found.width;
     // Rows of like entropy begin together.
-    std::vector<double> keys(1u << kCountBits, -1), order_keys(rows);
-    for (size_t r = 0; r < rows; ++r)
+    std::vector<double> keys(1u << kCountBits, -1);
+    std::vector<std::pair<double, size_t>> order(rows);
+    for (size_t r = 0; r < rows; ++r) {
+        double sum = 0;
         for (size_t i = 0; i < symbols.size(); ++i) {
             const int16_t c = counts[r * width + i];
             if (keys[c] < 0) keys[c] = c ? c * std::log2(static_cast<double>(c)) : 0;
-            order_keys[r] += keys[c];
+            sum += keys[c];
         }
+        order[r] = {-sum, r};
+    }
+    std::sort(order.begin(), order.end());
     const int clusters = static_cast<int>(
         std::min({size_t{kMostFitted}, rows * tokens / kLeastIntegers + 1, rows}));
-    std::vector<size_t> order(rows);
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return order_keys[a] > order_keys[b]; });
     Fitted fitted{{}, std::vector<int>(rows)};
-    for (size_t i = 0; i < rows; ++i) fitted.classes[order[i]] = static_cast<int>(i * clusters / rows);
+    for (size_t i = 0; i < rows; ++i) fitted.classes[order[i].second] = static_cast<int>(i * clusters / rows);
 
     std::vector<int64_t> sums(clusters * width);
     const auto sum_up = [&] {
@@ -1195,7 +1213,7 @@ Fitted fit(const uint8_t* frames, size_t tokens, size_t rows) {
         for (size_t r = 0; r < rows; ++r)
             for (size_t i = 0; i < width; ++i) sums[fitted.classes[r] * width + i] += counts[r * width + i];
     };
-    std::vector<int16_t> costs(clusters * width);
+    std::vector<int16_t> costs(kMostFitted * width);
     for (int round = 0; round < kRounds; ++round) {
         sum_up();
         for (int d = 0; d < clusters; ++d) {
@@ -1204,9 +1222,15 @@ Fitted fit(const uint8_t* frames, size_t tokens, size_t rows) {
             const double bits = std::log2(total + kPrior * kSymbols);
             for (size_t i = 0; i < symbols.size(); ++i) {
                 const double cost = bits - std::log2(static_cast<double>(sum[i]) + kPrior);
-                costs[d * width + i] = static_cast<int16_t>(std::lround(256 * cost));
+                costs[(i / 2 * kMostFitted + d) * 2 + i % 2] = static_cast<int16_t>(std::lround(256 * cost));
             }
         }
+#ifdef HAS_AVX512
+        if (t.has_vectors) {
+            assign_avx512(counts.data(), rows, width, costs.data(), clusters, fitted.classes.data());
+            continue;
+        }
+#endif
         assign(counts.data(), rows, width, costs.data(), clusters, fitted.classes.data());
     }
     sum_up();
@@ -1224,7 +1248,7 @@ Fitted fit(const uint8_t* frames, size_t tokens, size_t rows) {
 
 // `frames`: (tokens, rows). `t` codes the classes of rows.
 std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_t tokens, size_t rows, Fitted& fitted) {
-    fitted = fit(frames, tokens, rows);
+    fitted = fit(t, frames, tokens, rows);
     std::vector<uint32_t> entries(fitted.slots.size() << 8);
     for (size_t d = 0; d < fitted.slots.size(); ++d) {
         const Slots& slots = fitted.slots[d];
@@ -1244,10 +1268,13 @@ std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_
             plan.near.clear();
             break;
         }
-    std::unique_ptr<uint8_t[]> turned(new uint8_t[rows * std::min<size_t>(tokens, kWays * kGroup)]);
-    return write(t, entries.data(), plan, [&](size_t first, size_t length) {
-        transpose(frames + first * rows, rows, length, rows, turned.get(), length);
-        return Symbols{turned.get(), length};
+    // A few rows are transposed right before they are encoded, from the last one on.
+    uint8_t turned[kTile * kWays * kGroup];
+    return write(t, entries.data(), plan, [&](size_t r, size_t first, size_t length) {
+        const size_t begin = r / kTile * kTile;
+        if (r + 1 == rows || (r + 1) % kTile == 0)
+            transpose(frames + first * rows + begin, rows, length, r + 1 - begin, turned, length);
+        return turned + (r - begin) * length;
     });
 }
 

@@ -47,7 +47,7 @@ NOISE_BITS = 7.9
 # zstd is tried only where tokens repeat. `ans` takes a quarter less for what does not, so few repetitions do not pay.
 _MUCH_REPEATED, _START_BYTES = 0.25, 64
 # How much of a large plane is looked at for that: a block of so many bytes, once in so many blocks.
-_SAMPLED, _SAMPLED_EVERY, _LEAST_BLOCKS = 4096, 8, 16
+_SAMPLED, _SAMPLED_EVERY, _LEAST_BLOCKS = 1024, 32, 16
 
 
 @dataclass(frozen=True, slots=True)
