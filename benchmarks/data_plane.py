@@ -51,12 +51,12 @@ from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.store import WHOLE_SPANS
-from sgl_kvfetch.protocol.arena import Line, StagedValues
+from sgl_kvfetch.protocol import Line, StagedValues, StridedPages
 from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.stores.open import open_remote
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, KVGeometry
 
 _SHAPE = KVGeometry(32, 8, 128, 128, 64, "bfloat16")
 _OWN_PAGES = 16  # that the pool has: pages are copies of them
@@ -122,15 +122,16 @@ def _hashes(num_tokens: int, label: str = "") -> list[bytes]:
     return [hashlib.sha256(f"{label}{page}".encode()).digest() for page in range(num_tokens // _SHAPE.page_size)]
 
 
-def _read_pool(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-    return _pool()[tensor][[page % _OWN_PAGES for page in pages]]
+def _read_pool(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
+    return _pool().read_into([page % _OWN_PAGES for page in pages], memory, offset)
 
 
 @cache
-def _pool() -> dict[TensorName, torch.Tensor]:
+def _pool() -> StridedPages:
     generator = torch.Generator().manual_seed(0)
-    shape = _OWN_PAGES, _SHAPE.page_size, _SHAPE.num_layers, _SHAPE.num_heads, _SHAPE.k_head_dim
-    return {tensor: torch.randn(shape, generator=generator).to(_SHAPE.torch_dtype) for tensor in TENSORS}
+    shape = _SHAPE.num_layers, _OWN_PAGES, _SHAPE.page_size, _SHAPE.num_heads, _SHAPE.k_head_dim  # as in SGLang's pools
+    by_layer = [torch.randn(shape, generator=generator).to(_SHAPE.torch_dtype) for _ in TENSORS]
+    return StridedPages([x.permute(1, 2, 0, 3, 4) for x in by_layer])
 
 
 async def _until_stored(url: str, heads: HeadSlice, hashes: Sequence[bytes]) -> None:

@@ -26,7 +26,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine.data_plane import DataPlane
 from sgl_kvfetch.engine.process import DataPlaneProcess, Peer, Setup
-from sgl_kvfetch.protocol.arena import SharedPool
+from sgl_kvfetch.protocol.arena import SharedPool, StridedPages
 from sgl_kvfetch.protocol.messages import FetchPages, Found, LookUp, Start
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
@@ -53,8 +53,8 @@ def look_up(plane: DataPlane, hashes: list[bytes]) -> Found:
 
 def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:
     tensors = make_values(SMALL, len(hashes)).items()
-    values = {tensor: x.view(len(hashes), SMALL.page_size, *x.shape[1:]) for tensor, x in tensors}
-    plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
+    pages = StridedPages([x.view(len(hashes), SMALL.page_size, *x.shape[1:]) for _, x in tensors])
+    plane.write(0, None, hashes, range(len(hashes)), pages.read_into)
     wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes), poll_s=0.1)
     places = tuple(range(len(hashes)))
     over = plane.fetch(FetchPages(0, b"".join(hashes), places, time.monotonic() + WAIT_S)).over

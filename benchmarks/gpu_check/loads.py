@@ -30,7 +30,7 @@ from sgl_kvfetch.codec import CellValues, Quantiser
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
-from sgl_kvfetch.protocol.arena import StagedValues
+from sgl_kvfetch.protocol.arena import StagedValues, pages_in
 from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:
@@ -489,11 +489,12 @@ class Prompt:
 def wrong_reads(pages: CudaPages, num_pages: int) -> str:
     """Read the first pages as a write does. Return a message if they differ from the pool's."""
     slots = _slots(pages, num_pages)
-    opened = pages.open_reads(slots)
-    for index, tensor in enumerate(TENSORS):
+    memory = torch.empty(num_pages * pages.geometry.page_bytes, dtype=torch.uint8)
+    pages.open_reads(slots).read_into(range(num_pages), memory, 0)
+    for index, (tensor, found) in enumerate(zip(TENSORS, pages_in(memory, pages.geometry, num_pages), strict=True)):
         layers = range(pages.geometry.num_layers)
         there = torch.stack([pages.layer_buffers(layer)[index][slots] for layer in layers], dim=1)
-        if not torch.equal(opened.read(tensor, range(num_pages)).flatten(0, 1), there.cpu()):
+        if not torch.equal(found.flatten(0, 1), there.cpu()):
             return f"{tensor} of pages that were read differs from the pool's"
     return ""
 

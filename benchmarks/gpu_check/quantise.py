@@ -18,7 +18,7 @@ from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
-from sgl_kvfetch.types import CellGrid
+from sgl_kvfetch.types import TENSORS, CellGrid
 
 LAYERS, HEADS, CELL_HEADS, DIM = 3, 8, 2, 128
 _READS = 5  # that are timed
@@ -33,7 +33,15 @@ def run(record: Record) -> None:
 
 def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torch.dtype) -> None:
     """``dtype``: of the pool."""
-    from sgl_kvfetch.plugin.device.gpu_pages import KltReads, Others, PoolCell, others_in
+    from sgl_kvfetch.plugin.device.gpu_pages import (
+        READ_BUFFER_BYTES,
+        KltReads,
+        Others,
+        PinnedBuffer,
+        PoolCell,
+        SlotReader,
+        others_in,
+    )
 
     quantiser, values = KltQuantiser(make_profile(dim), step=1.0), _make_values(num_tokens, dim, dtype)
     pool = [[x[:, layer].to(device.torch_device) for layer in range(LAYERS)] for x in values]
@@ -43,7 +51,11 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
         k, v = ([x[:, heads.start : heads.stop] for x in buffers] for buffers in pool)
         cells.append(PoolCell(CellPlace(layers, heads, range(num_tokens)), layers, heads, (k, v)))
     started_s = time.perf_counter()
-    reads = KltReads(device, device.new_stream(), quantiser, cells)
+    stream = device.new_stream()
+    reads = KltReads(device, stream, quantiser, cells)
+    raw = torch.uint8 if dtype.itemsize == 1 else dtype
+    buffers = {tensor: [x.view(raw) for x in layers] for tensor, layers in zip(TENSORS, pool, strict=True)}
+    reader = SlotReader(device, stream, PinnedBuffer(device, READ_BUFFER_BYTES), buffers, dtype)
     if fault := reads.trial():
         record.fail(fault)
     first_s = time.perf_counter() - started_s
@@ -51,7 +63,7 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
     memory = torch.empty(sum(reads.num_rows, len(cells)) * num_tokens, dtype=torch.uint8)  # shared, as far as it knows
 
     def read() -> list[Quantised]:
-        exact = reads.quantise(slots, 0, lambda some: values.tokens(some.cpu()), memory, 0)  # type: ignore[arg-type]
+        exact = reads.quantise(slots, 0, reader, memory, 0)
         assert exact is not None
         exponents, *integers = torch.split(memory.view(-1, num_tokens), [len(cells), *reads.num_rows])
         return list(zip(exponents, exact, integers, strict=True))
@@ -78,7 +90,7 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
         read()
     took_s = (time.perf_counter() - started_s) / _READS
     python_s = (time.thread_time() - started_cpu_s) / _READS
-    reads.close()
+    reader.close()
     raw_bytes = sum(x.nbytes for x in values)
     record.row(
         "klt: speed of quantising",

@@ -43,8 +43,7 @@ _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang wai
 # a pause between attempts: one fails at once while a data plane is restarted.
 _NO_ROOM_S, _PAUSE_S = 30.0, 0.1
 
-PART_BYTES = 16 << 20  # of pages that are copied at once
-_QUANTISED_BYTES = 32 << 20  # the same of their values, if they come quantised: a third of it is copied
+PART_BYTES = 32 << 20  # of the values of pages that are copied, or quantised, at once
 
 
 @dataclass(frozen=True)
@@ -284,14 +283,12 @@ class DataPlane:
         cannot be read.
 
         ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
-        start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
-        they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
-        from the first. ``quantising`` goes before ``read``.
+        start. ``pool_pages``: their page numbers in the pool, which ``read`` copies. ``sides``: how to read the side
+        pages of some of these pages, which are counted from the first. ``quantising`` goes before ``read``.
         """
-        num_queued, result, started_s = 0, "dropped_full", time.monotonic()
-        sides, most_bytes = sides or {}, PART_BYTES if quantising is None else _QUANTISED_BYTES
+        sides, num_queued, result, started_s = sides or {}, 0, "dropped_full", time.monotonic()
         try:
-            for part in self._parts(len(hashes), sides, most_bytes):
+            for part in self._parts(len(hashes), sides):
                 if part.start and time.monotonic() > started_s + _WRITES_S and not may_wait():
                     break
                 theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
@@ -334,9 +331,9 @@ class DataPlane:
         self._refused_s = min(self._refused_s, now_s)
         return now_s <= self._refused_s + _NO_ROOM_S and not self._peer.has_lost
 
-    def _parts(self, num_pages: int, sides: Iterable[SideKey], most_bytes: int) -> Iterator[range]:
-        """Cut pages into runs that take a quarter of the queue or ``most_bytes`` at most, or one page each."""
-        sizes, most_bytes = [self._setup.geometry.page_bytes] * num_pages, min(most_bytes, self._setup.page_bytes // 4)
+    def _parts(self, num_pages: int, sides: Iterable[SideKey]) -> Iterator[range]:
+        """Cut pages into runs that take a quarter of the queue or `PART_BYTES` at most, or one page each."""
+        sizes, most_bytes = [self._setup.geometry.page_bytes] * num_pages, min(PART_BYTES, self._setup.page_bytes // 4)
         for pool, page in sides:
             sizes[page] += self._setup.sides[pool]
         first = num_bytes = 0

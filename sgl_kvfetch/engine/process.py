@@ -46,7 +46,7 @@ from sgl_kvfetch.protocol.arena import side_views
 from sgl_kvfetch.protocol.messages import Channel
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.status import Audits
-from sgl_kvfetch.types import TENSORS, KVGeometry, SideKey, TensorName
+from sgl_kvfetch.types import KVGeometry, SideKey
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -160,7 +160,9 @@ class EndedError(KVFetchError):
     """The data plane ended, or did not start in time. Another one may fare better."""
 
 
-ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
+# ``read(pages, memory, offset)`` copies pages of the pool into uint8 ``memory``, from a byte on, as `pages_in` finds
+# them. It returns False if they are no longer available.
+ReadPages = Callable[[Sequence[int], torch.Tensor, int], bool]
 ReadSide = Callable[[], torch.Tensor | None]  # returns uint8, (bytes,); None if it is no longer available
 
 
@@ -346,7 +348,7 @@ class Peer:
             else:
                 value_bytes = len(pool_pages) * self.setup.geometry.page_bytes
                 offset = allocate(value_bytes + sum(side_sizes))
-                if offset is None or not self._copy(offset, pool_pages, read):
+                if offset is None or not read(pool_pages, self._pages.whole, offset):
                     return False
             sides = self._pages.views(offsets[0] + value_bytes, torch.uint8, ((size,) for size in side_sizes))
             for read_side, into in zip(read_sides, sides, strict=True):
@@ -397,15 +399,6 @@ class Peer:
     def _count_queued(self, num_pages: int) -> None:
         with self._lock:
             self._num_queued += num_pages
-
-    def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
-        """Copy pages into the shared memory. Return False if they are no longer available."""
-        for tensor, into in zip(TENSORS, self._pages.pages(offset, self.setup.geometry, len(pool_pages)), strict=True):
-            values = read(tensor, pool_pages)
-            if values is None:
-                return False
-            into.copy_(values)
-        return True
 
     # Events
 

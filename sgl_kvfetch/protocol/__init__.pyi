@@ -7,7 +7,7 @@ from .arena import (
     SharedPool as SharedPool,
     StagedValues as StagedValues,
     StridedPages as StridedPages,
-    consecutive_runs as consecutive_runs,
+    tensors_in as tensors_in,
 )
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
 from .messages import Start as Start, TakenProfile as TakenProfile, Watch as Watch

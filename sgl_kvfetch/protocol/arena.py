@@ -56,6 +56,15 @@ class StridedPages:
             for run, positions in consecutive_runs(pages):
                 into[run] = rows[positions]
 
+    def read_into(self, pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
+        """Copy ``pages`` into uint8 ``memory``, from a byte on, as `pages_in` finds them. Return that they are there:
+        see `process.ReadPages`."""
+        shapes = ((x.shape[2], len(pages), x.shape[1], *x.shape[3:]) for x in self.views)
+        for view, into in zip(self.views, tensors_in(memory[offset:], self.views[0].dtype, shapes), strict=True):
+            for run, positions in consecutive_runs(pages):
+                into[:, positions] = view[run].permute(2, 0, 1, 3, 4)
+        return True
+
     def of_cell(self, layers: range, heads: range) -> list[torch.Tensor]:
         """Return the views of some layers and heads, counted from the pool's first."""
         return [x[:, :, layers.start : layers.stop, heads.start : heads.stop] for x in self.views]
@@ -106,10 +115,6 @@ class Arena:
         """Return tensors that lie one after another."""
         return tensors_in(self._bytes[offset:], dtype, shapes)
 
-    def pages(self, offset: int, geometry: KVGeometry, num_pages: int) -> list[torch.Tensor]:
-        """Return K and V of pages: ``(pages, page_size, layers, heads, dim)`` each."""
-        return pages_in(self._bytes[offset:], geometry, num_pages)
-
     def close(self) -> None:
         """Close the file. The memory stays mapped as long as tensors of it are in use."""
         os.close(self.fd)
@@ -126,9 +131,11 @@ def tensors_in(memory: torch.Tensor, dtype: torch.dtype, shapes: Iterable[tuple[
 
 
 def pages_in(memory: torch.Tensor, geometry: KVGeometry, num_pages: int) -> list[torch.Tensor]:
-    """Return K and V of pages: ``(pages, page_size, layers, heads, dim)`` each."""
-    common = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads
-    return tensors_in(memory, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS))
+    """Return K and V of pages: ``(pages, page_size, layers, heads, dim)`` each. Each layer of all pages lies by itself,
+    as in a pool on a device: so nobody transposes, neither who copies them from there nor who reads some layers."""
+    common = geometry.num_layers, num_pages, geometry.page_size, geometry.num_heads
+    found = tensors_in(memory, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS))
+    return [x.permute(1, 2, 0, 3, 4) for x in found]
 
 
 class Room:
@@ -204,7 +211,7 @@ class SharedPool:
     def create(cls, geometry: KVGeometry, num_pages: int) -> SharedPool:
         """Return a pool of its own, which takes memory as it is used."""
         arena = Arena.create(num_pages * geometry.page_bytes)
-        pool = cls([(arena.fd, arena.whole)], arena.pages(0, geometry, num_pages))
+        pool = cls([(arena.fd, arena.whole)], pages_in(arena.whole, geometry, num_pages))
         pool._own = arena
         return pool
 

@@ -233,7 +233,7 @@ CHECKS = {
         check_loads,
         [
             (gpu_restores, "launch_klt", nothing),
-            (gpu_pages.CudaRun, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16)),
+            (gpu_pages.CudaRun, "read_into", lambda run, pages, memory, offset: memory.fill_(1)),
         ],
         ["streams held up in order 1: k of layer 0 differs", "k of pages that were read differs from the pool's"],
     ),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,11 @@ from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.engine import data_plane as plane_module, process as run_module
 from sgl_kvfetch.engine.data_plane import DataPlane
-from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Peer, Quantising, Running, Setup
+from sgl_kvfetch.engine.process import DataPlaneProcess, EndedError, Peer, Quantising, ReadPages, Running, Setup
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane.calibration.own import calibration_folder
 from sgl_kvfetch.protocol import messages as channel_module, messages as m
-from sgl_kvfetch.protocol.arena import Line, SharedPool, StagedValues
+from sgl_kvfetch.protocol.arena import Line, SharedPool, StagedValues, StridedPages
 from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.protocol.messages import Found, Staged, Start
 from sgl_kvfetch.reasons import Reason
@@ -114,7 +114,11 @@ def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.T
 def write(plane: DataPlane, hashes: Sequence[bytes]) -> int:
     """Queue pages for writing. Return how many were queued."""
     values = page_values(len(hashes))
-    return plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
+    return plane.write(0, None, hashes, range(len(hashes)), reading(values))
+
+
+def reading(values: Mapping[TensorName, torch.Tensor]) -> ReadPages:
+    return StridedPages([values[tensor] for tensor in TENSORS]).read_into
 
 
 def page_values(num_pages: int) -> dict[TensorName, torch.Tensor]:
@@ -222,24 +226,23 @@ def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pyt
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     hashes, values, pieces = page_hashes(10), page_values(10), []
 
-    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        pieces.append((tensor, list(pages)))
-        return values[tensor][[page - 20 for page in pages]]
+    def read(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
+        pieces.append(list(pages))
+        return reading(values)([page - 20 for page in pages], memory, offset)
 
     assert plane.write(0, None, hashes, range(20, 30), read) == 10
-    assert pieces == [(t, list(range(*ends))) for ends in ((20, 24), (24, 28), (28, 30)) for t in TENSORS]
+    assert pieces == [list(range(*ends)) for ends in ((20, 24), (24, 28), (28, 30))]
     wait_until(lambda: look_up(plane, hashes).num_pages == 10)
     _, pool = fetch(plane, hashes)
     assert all(torch.equal(pool[t][:10], values[t]) for t in TENSORS)
 
 
-@pytest.mark.parametrize("gone", TENSORS)
-def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     values = page_values(10)
 
-    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
-        return None if tensor == gone and pages[0] >= 4 else values[tensor][list(pages)]
+    def read(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
+        return pages[0] < 4 and reading(values)(pages, memory, offset)
 
     assert plane.write(0, None, page_hashes(10), range(10), read) == 4
     wait_until(lambda: not plane._peer._room._taken)
@@ -251,10 +254,10 @@ def test_pages_that_cannot_be_read_are_dropped_by_that_reason(
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     values = page_values(10)
 
-    def fail(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+    def fail(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
         if pages[0] >= 4:
             raise RuntimeError("no device")
-        return values[tensor][list(pages)]
+        return reading(values)(pages, memory, offset)
 
     def dropped(result: str) -> float:
         return own_metric("sgl_kvfetch_written_pages_total", result=result)
@@ -301,10 +304,7 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
 
     quantising = Quantising((token_bytes if why == "large" else 1,), into)
 
-    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        return values[tensor][list(pages)]
-
-    assert plane.write(0, None, hashes, range(4), read, quantising=quantising) == 4
+    assert plane.write(0, None, hashes, range(4), reading(values), quantising=quantising) == 4
     assert calls == ([] if why == "large" else [(range(4), plane._peer._pages.num_bytes)])
     wait_until(lambda: look_up(plane, hashes).num_pages == 4)
     num_pages, pool = fetch(plane, hashes)

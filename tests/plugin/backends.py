@@ -28,10 +28,17 @@ from sglang.srt.mem_cache.pool_host.mha import (
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from harness.waiting import wait_until
+from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
+from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import page_hashes
 
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
+
+
+def values_in(pages: HostPages, tensor: TensorName, which: Sequence[int]) -> torch.Tensor:
+    """Return a copy of some pages of a pool, ``(pages, page_size, layers, heads, dim)``."""
+    return pages.views[TENSORS.index(tensor)][list(which)].view(pages.geometry.torch_dtype)
 
 
 def make_pool(

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from sgl_kvfetch.protocol.arena import Arena, Room, tensors_in
+from sgl_kvfetch.protocol.arena import Arena, Room, StridedPages, pages_in, tensors_in
+from sgl_kvfetch.types import KVGeometry
 
 
 def test_two_maps_of_one_file_share_memory() -> None:
@@ -103,3 +104,19 @@ def test_what_is_lent_comes_back_when_no_tensor_refers_to_it() -> None:
     gc.collect()
     assert returned == [True]
     arena.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_pages_lie_layer_by_layer_wherever_they_come_from(dtype: str) -> None:
+    geometry = KVGeometry(num_layers=3, num_heads=2, k_head_dim=8, v_head_dim=16, page_size=4, dtype=dtype)
+    shape = 2, 9, 2, 3, 4, 16 * geometry.torch_dtype.itemsize
+    whole = torch.randint(0, 256, shape, dtype=torch.uint8).view(geometry.torch_dtype)
+    views = [x.permute(0, 3, 2, 1, 4)[..., :dim] for x, dim in zip(whole, (8, 16), strict=True)]
+    memory, pages = torch.full((64 + 5 * geometry.page_bytes + 64,), 0xEE, dtype=torch.uint8), [7, 1, 2, 3, 0]
+    assert StridedPages(views).read_into(pages, memory, 64)
+    for view, found in zip(views, pages_in(memory[64:-64], geometry, len(pages)), strict=True):
+        for page, copied in zip(pages, found, strict=True):
+            assert torch.equal(copied.contiguous().view(torch.uint8), view[page].contiguous().view(torch.uint8))
+        assert all(found[:, :, layer].is_contiguous() for layer in range(3))
+    assert bool((memory[:64] == 0xEE).all())
+    assert bool((memory[-64:] == 0xEE).all())

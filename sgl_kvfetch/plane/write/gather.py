@@ -10,8 +10,8 @@ import torch
 from sgl_kvfetch.codec import CodedChunk, Pages, Quantiser, RawPages
 from sgl_kvfetch.codec.container.pages import QuantisedPages
 from sgl_kvfetch.keys import buddy_split, split_hashes
-from sgl_kvfetch.protocol import Arena, messages as m
-from sgl_kvfetch.protocol.arena import pages_in, tensors_in
+from sgl_kvfetch.protocol import Arena, messages as m, tensors_in
+from sgl_kvfetch.protocol.arena import pages_in
 from sgl_kvfetch.types import KVGeometry, SideKey
 
 

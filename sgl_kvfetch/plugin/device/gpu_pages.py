@@ -4,7 +4,8 @@ The work runs on our own streams. Only events order them with SGLang's streams, 
 the host. docs/kernels.md explains the design.
 
 **Pages on their way to the store** are quantised there, if the profile can: of 2 bytes a value 0.7 cross the bus, and
-no CPU multiplies. Others are read as they are, through buffers on both sides.
+no CPU multiplies. Others are gathered as they are. Either way one copy brings a part to shared memory, where the data
+plane encodes it, and no thread copies a value.
 
 **Shared memory is pinned piece by piece**, when a copy first needs it, or before. That of loads is as large as the KV
 pool, so that one prompt of any length fits, but little of it is in use. Pinning all of it would take that memory from
@@ -32,8 +33,7 @@ from sgl_kvfetch.codec.quant.klt import exact_bytes, scales_of
 from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import LimitedLogger, brief
-from sgl_kvfetch.plugin.device.pools import PageRun, ReadSidePage, SideBuffers, SlotPages
-from sgl_kvfetch.protocol import consecutive_runs
+from sgl_kvfetch.plugin.device.pools import PageRun, ReadSidePage, SideBuffers, SlotPages, gather_slots, slots_in
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInput
 from sgl_kvfetch.triton_kernels.restore_exact import ExactShape, exact_shape, fault_on_gpu as fault_of_exact
@@ -181,10 +181,6 @@ class PoolCell:
     buffers: CellOutputs
 
 
-# Returns the values of some slots, on the host: ``(tokens, layers, heads, dim)`` of all layers and heads.
-ReadSlots = Callable[[torch.Tensor], CellValues]
-
-
 class KltReads:
     """Quantises tokens of a pool's slots. Belongs to the thread that copies pages, once its trial is over."""
 
@@ -195,7 +191,6 @@ class KltReads:
         self._profile = quantiser.profile
         self._places = list(cells)
         self._cells = self._on_device(KltInput(quantiser.forward(c.place), *c.buffers) for c in self._places)
-        self._memory: PinnedMemory | None = None  # that was last written into
 
     def _on_device(self, inputs: Iterable[KltInput]) -> KltCells:
         return KltCells(list(inputs), partial(self._device.upload, stream=self._stream))
@@ -207,16 +202,14 @@ class KltReads:
         return found
 
     def quantise(
-        self, slots: torch.Tensor, first_token: int, read: ReadSlots, memory: torch.Tensor, offset: int
+        self, slots: torch.Tensor, first_token: int, reader: SlotReader, memory: torch.Tensor, offset: int
     ) -> list[torch.Tensor] | None:
         """Quantise consecutive tokens of all cells into shared memory. Return each cell's exact tokens; None if a value
         is not finite. Waits for the device, once unless tokens are kept exact. See `process.Quantising`. ``slots``:
-        int64, on the device. ``read`` is for tokens that are kept exact."""
-        if self._memory is None or self._memory.whole is not memory:
-            self.close()
-            self._memory = PinnedMemory(self._device, memory)
+        int64, on the device. ``reader`` reads tokens that are kept exact."""
         host = memory[offset:][: self._cells.output_rows * len(slots)]
-        rows = self._fetch(self._cells, slots, first_token, host, partial(self._memory.copy_into, host))
+        with reader.pinned(memory) as pinned:
+            rows = self._fetch(self._cells, slots, first_token, host, partial(pinned.copy_into, host))
         exponents = rows[: len(self._places)]
         if bool((exponents == NOT_FINITE).any()):
             return None
@@ -224,17 +217,11 @@ class KltReads:
         some = is_exact.any(dim=0).nonzero().squeeze(1)
         if not len(some):
             return [rows[0][:0]] * len(self._places)
-        values = read(self._chosen(slots, some))
+        values = reader.read(self._chosen(slots, some))
         return [
             exact_bytes(values.cell(cell.layers, cell.heads), which[some])
             for cell, which in zip(self._places, is_exact, strict=True)
         ]
-
-    def close(self) -> None:
-        """Leave the shared memory, which is no longer written into."""
-        if self._memory is not None:
-            self._memory.unpin()
-        self._memory = None
 
     def _fetch(
         self,
@@ -326,7 +313,7 @@ def open_klt_reads(
 
 
 class SlotReader:
-    """Copies slots of a pool to the host, through pinned memory, on a stream of its own. Thread-safe."""
+    """Copies slots of a pool to the host, into pinned memory, on a stream of its own. Thread-safe."""
 
     def __init__(
         self,
@@ -336,10 +323,12 @@ class SlotReader:
         buffers: Mapping[TensorName, Sequence[torch.Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        """``buffers``: those of K and V, one a layer: ``(slots, heads, dim)`` of raw values. ``dtype``: what these
-        are."""
+        """``buffers``: of raw values, one a layer. ``dtype``: what these are."""
         self._device, self._stream, self._pinned = device, stream, pinned
         self._buffers, self._dtype = buffers, dtype
+        self._token_bytes = sum(x[0].nbytes for layers in buffers.values() for x in layers)
+        self._memory: PinnedMemory | None = None  # that was last read into
+        self._memory_lock = threading.Lock()  # held while it is copied to
 
     def after(self, fences: list[Fence]) -> None:
         """Let what is read from now on come after these points, and remove them from the list. Whoever reads calls
@@ -347,25 +336,47 @@ class SlotReader:
         while fences:
             self._stream.wait_event(fences.pop())
 
-    def read(self, tensor: TensorName, slots: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a copy of some slots, ``(tokens, layers, heads, dim)``. Waits for the device. ``slots``: int64 on the
-        device, one after another."""
-        buffers = self._buffers[tensor]
-        shape = sum(map(len, slots)), len(buffers), *buffers[0].shape[1:]
-        rows = torch.empty(shape, dtype=buffers[0].dtype)
-        at_once = self._pinned.num_bytes // (len(buffers) * buffers[0][0].nbytes)
-        assert at_once, "the read buffer has no room for a token"
-        end = 0
-        for each in slots:
-            for first in range(0, len(each), at_once):
-                part = each[first : first + at_once]
-                self._read(buffers, part, rows[end : end + len(part)])
-                end += len(part)
-        return rows.view(self._dtype)
+    @contextmanager
+    def pinned(self, memory: torch.Tensor) -> Iterator[PinnedMemory]:
+        """Lend the shared memory of a data plane, which is pinned as far as it is copied to. When it is returned, all
+        copies must have ended. That of a former data plane is left."""
+        with self._memory_lock:
+            if self._memory is None or self._memory.whole is not memory:
+                self._leave()
+                self._memory = PinnedMemory(self._device, memory)
+            yield self._memory
 
-    def read_all(self, slots: torch.Tensor) -> CellValues:
-        """Return K and V of some slots, as `read` does."""
-        return CellValues(*(self.read(tensor, [slots]) for tensor in TENSORS))
+    def close(self) -> None:
+        """Leave the shared memory, once nobody reads into it."""
+        with self._memory_lock:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._memory is not None:
+            self._memory.unpin()
+        self._memory = None
+
+    def read_into(self, slots: torch.Tensor, memory: torch.Tensor, offset: int) -> None:
+        """Copy some slots into shared memory, as `gather_slots` lays them out. Waits for the device. ``slots``: int64,
+        on the device."""
+        host = memory[offset:][: len(slots) * self._token_bytes]
+        with self.pinned(memory) as pinned:
+            self._bring(slots, partial(pinned.copy_into, host))
+
+    def read(self, slots: torch.Tensor) -> CellValues:
+        """Return K and V of some slots, ``(tokens, layers, heads, dim)`` each. Waits for the device. ``slots``: int64,
+        on the device."""
+        host = self._device.pinned(len(slots) * self._token_bytes)
+        self._bring(slots, lambda gathered: partial(copy, host, gathered))
+        k, v = slots_in(host, self._buffers, len(slots))
+        return CellValues(k.view(self._dtype).transpose(0, 1), v.view(self._dtype).transpose(0, 1))
+
+    def _bring(self, slots: torch.Tensor, copier: Callable[[torch.Tensor], Callable[[], None]]) -> None:
+        """Gather slots, and copy them by what ``copier`` returns. Waits for the device."""
+        gathered = self._device.empty((len(slots) * self._token_bytes,), self._stream)
+        self._device.launch(self._stream, partial(gather_slots, self._buffers, slots, gathered))
+        self._device.launch(self._stream, copier(gathered))
+        self._device.mark(self._stream).synchronize()
 
     def read_side(self, buffers: SideBuffers, slots: torch.Tensor) -> torch.Tensor:
         """Return a copy of some pages of a side pool, uint8 ``(pages, bytes)``. Waits for the device. ``slots``: int64
@@ -381,19 +392,6 @@ class SlotReader:
                 out[pages.start : pages.stop, columns.start : columns.stop] = host.view(len(pages), -1)
         return out
 
-    def _read(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
-        with self._pinned.lend(out.nbytes) as lent:
-            host, device = (x.view(out.dtype).view(out.transpose(0, 1).shape) for x in lent)
-
-            def gather() -> None:
-                for index, layer in enumerate(buffers):
-                    torch.index_select(layer, 0, slots, out=device[index])
-                host.copy_(device, non_blocking=True)
-
-            self._device.launch(self._stream, gather)
-            self._device.mark(self._stream).synchronize()
-            out.copy_(host.transpose(0, 1))
-
 
 def _bring_side(buffers: SideBuffers, slots: torch.Tensor, which: slice, host: torch.Tensor) -> None:
     copy(host, buffers.gather(slots, which).flatten())
@@ -408,13 +406,11 @@ class CudaRun(PageRun):
         self._reader, self._slots, self._page_size, self._klt, self._fences = reader, slots, page_size, klt, fences
         self.num_rows = () if klt is None else klt.num_rows
 
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Waits for the device."""
+    def read_into(self, pages: Sequence[int], memory: torch.Tensor, offset: int) -> None:
+        """Waits for the device. ``pages``: consecutive."""
         self._reader.after(self._fences)
-        size = self._page_size
-        runs = [self._slots[run.start * size : run.stop * size] for run, _ in consecutive_runs(pages)]
-        rows = self._reader.read(tensor, runs)
-        return rows.view(len(pages), size, *rows.shape[1:])
+        first, num_slots = pages[0] * self._page_size, len(pages) * self._page_size
+        self._reader.read_into(self._slots[first : first + num_slots], memory, offset)
 
     def quantise(
         self, first_page: int, pages: range, memory: torch.Tensor, offset: int
@@ -425,7 +421,7 @@ class CudaRun(PageRun):
         first_token = (first_page + pages.start) * self._page_size
         self._reader.after(self._fences)
         try:
-            return self._klt.quantise(slots, first_token, self._reader.read_all, memory, offset)
+            return self._klt.quantise(slots, first_token, self._reader, memory, offset)
         except Exception as e:  # a compiler and a driver fail in many ways
             _limited.warning("quantise", f"pages are quantised on the CPU: {brief(e)}")
             return None
@@ -455,7 +451,7 @@ class SideRun:
 
 MiB = 1 << 20
 
-READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the device
+READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the device, for side pages
 
 _TABLE_BYTES = 64 * MiB  # of rotations that are kept, 512 KiB each for a span of 1024 tokens
 _TABLE_SHARE = 16  # or one part in so many of what is free on the device at the start, if that is less
@@ -638,8 +634,7 @@ class CudaPages(SlotPages):
     # Writing to the store
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
-        if self._klt_reads is not None:
-            self._klt_reads.close()
+        self._reader.close()
         self._klt_reads = None
         if not quantiser.gpu_quantises:
             return
@@ -660,8 +655,7 @@ class CudaPages(SlotPages):
         )
 
     def release(self) -> None:
-        if self._klt_reads is not None:
-            self._klt_reads.close()
+        self._reader.close()
         self._klt_reads = None
         with self._lock:
             self._inverses.clear()

@@ -209,7 +209,7 @@ class Offloads:
             hash_bytes([path[new.start - 1]])[0] if new.start else None,
             hash_bytes(hashes),
             range(len(hashes)),
-            source.read,
+            source.read_into,
             {(name, page - new.start): partial(source.read_side, name, i) for (name, page), i in numbers.items()},
             quantising=Quantising(rows, partial(source.quantise, new.start)) if rows else None,
             may_wait=lambda: self._has_spare_slots and not source.is_closed,  # SGLang keeps their slots that long

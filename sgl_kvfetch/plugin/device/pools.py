@@ -36,7 +36,8 @@ from sgl_kvfetch.codec import CellPlace, Device, Quantiser, why_no_gpu
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
 from sgl_kvfetch.processes import use_one_thread
-from sgl_kvfetch.protocol import StagedValues, consecutive_runs
+from sgl_kvfetch.protocol import StagedValues, tensors_in
+from sgl_kvfetch.protocol.arena import consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,15 @@ _COMPONENT_POOLS = {
 
 # Returns a copy of the bytes of a side page, uint8 ``(bytes,)``. Pages are counted from the first of those opened.
 ReadSidePage = Callable[[int], torch.Tensor]
+KVBuffers = Mapping[TensorName, Sequence[torch.Tensor]]  # of K and of V: one a layer, ``(slots, heads, dim)``
 
 
 class PageRun(ABC):
     """A run of whole pages of a pool, which are read. They are counted from the run's first."""
 
     @abstractmethod
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
+    def read_into(self, pages: Sequence[int], memory: torch.Tensor, offset: int) -> None:
+        """Copy all layers and heads of ``pages``, as `process.ReadPages` says."""
 
     num_rows: Sequence[int] = ()  # integers of a token, by cell in storage order; none if it quantises nothing
 
@@ -135,7 +137,7 @@ class DevicePages(SlotPages):
                 buffer[run.start * size : run.stop * size] = rows[tokens]
 
     def open_reads(self, slots: torch.Tensor) -> PageRun:
-        return _CpuRun(self._buffers, self._dtype, slots.view(-1, self.geometry.page_size))
+        return _CpuRun(self._buffers, slots.view(-1, self.geometry.page_size))
 
     def open_side_reads(self, buffers: SideBuffers, slots: torch.Tensor) -> ReadSidePage:
         return partial(_read_side_page, buffers, slots)
@@ -146,15 +148,26 @@ def _read_side_page(buffers: SideBuffers, slots: torch.Tensor, page: int) -> tor
 
 
 class _CpuRun(PageRun):
-    def __init__(
-        self, buffers: Mapping[TensorName, Sequence[torch.Tensor]], dtype: torch.dtype, slots: torch.Tensor
-    ) -> None:
+    def __init__(self, buffers: KVBuffers, slots: torch.Tensor) -> None:
         """``slots``: ``(pages, page_size)``."""
-        self._buffers, self._dtype, self._slots = buffers, dtype, slots
+        self._buffers, self._slots = buffers, slots
 
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        slots = self._slots[list(pages)]
-        return torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=2).view(self._dtype)
+    def read_into(self, pages: Sequence[int], memory: torch.Tensor, offset: int) -> None:
+        gather_slots(self._buffers, self._slots[list(pages)].flatten(), memory[offset:])
+
+
+def slots_in(memory: torch.Tensor, buffers: KVBuffers, num_slots: int) -> list[torch.Tensor]:
+    """Return K and V of slots in uint8 ``memory``, where they lie as `pages_in` finds them: ``(layers, tokens, heads,
+    dim)`` each, of the dtype of ``buffers``."""
+    sides = [buffers[tensor] for tensor in TENSORS]
+    return tensors_in(memory, sides[0][0].dtype, ((len(x), num_slots, *x[0].shape[1:]) for x in sides))
+
+
+def gather_slots(buffers: KVBuffers, slots: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy some slots into uint8 ``into``, as `slots_in` finds them. ``slots``: int64."""
+    for tensor, rows in zip(TENSORS, slots_in(into, buffers, len(slots)), strict=True):
+        for x, out in zip(buffers[tensor], rows.unbind(), strict=True):
+            torch.index_select(x, 0, slots, out=out)
 
 
 def _not_supported(what: str) -> UnsupportedError:
@@ -439,10 +452,12 @@ class GuardedSource:
         self._lock = threading.Lock()
         self.is_closed = False
 
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
-        """Return a copy of the pages, or None if the source is closed."""
+    def read_into(self, pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
+        """See `PageRun.read_into`. Return False if the source is closed."""
         with self._lock:
-            return None if self.is_closed else self._run.read(tensor, pages)
+            if not self.is_closed:
+                self._run.read_into(pages, memory, offset)
+            return not self.is_closed
 
     def read_side(self, pool: str, page: int) -> torch.Tensor | None:
         """Return a copy of a side page's bytes, uint8 ``(bytes,)``, or None if the source is closed. ``page``: counted

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
 
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.protocol import SharedPool, StridedPages
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
+from sgl_kvfetch.types import KVGeometry, dtype_name
 
 _FP8_FLAGS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -37,20 +37,14 @@ class HostPages(StridedPages):
         self.packed = PackedLayers(packed, pool) if packed[0].shape[2] else None
         self.first_layer: int = pool.start_layer
         self.num_pages: int = k.shape[0]
-        # Pages are read and written in the pool's own dtype, because torch cannot index fp8 everywhere.
-        self._dtype = _value_dtype(pool.dtype)
         self.geometry = KVGeometry(
             num_layers=own[0].shape[2],
             num_heads=k.shape[3],
             k_head_dim=k.shape[4],
             v_head_dim=v.shape[4],
             page_size=pool.page_size,
-            dtype=dtype_name(self._dtype),
+            dtype=dtype_name(_value_dtype(pool.dtype)),
         )
-
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
-        return self.views[TENSORS.index(tensor)][list(pages)].view(self._dtype)
 
     def shared(self) -> SharedPool | None:
         """Return the pool's memory, if other processes can map it (`hooks.share_host_pool`)."""

@@ -476,7 +476,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             previous_hash,
             hash_bytes(keys),
             pool_pages,
-            self._pages.read,
+            self._pages.read_into,
             self._sides.take_announced(keys),
             may_wait=self._may_wait,
         )

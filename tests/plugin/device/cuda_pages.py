@@ -12,7 +12,8 @@ from harness import stand_in_pool
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
-from sgl_kvfetch.plugin.device.pools import SlotPages
+from sgl_kvfetch.plugin.device.pools import PageRun, SlotPages
+from sgl_kvfetch.protocol.arena import pages_in
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device.fake_streams import FakeDevice
@@ -23,6 +24,7 @@ NUM_SLOTS = 512
 NUM_PAGES = 8
 PLACES = [30, 2, 7, 9, 21, 4, 11, 12]
 SEEDS = range(8)
+MARGIN = 64  # bytes around what is read
 
 
 def make_pool(geometry: KVGeometry = GEOMETRY, device: str = "cpu") -> MHATokenToKVPool:
@@ -48,6 +50,15 @@ def memory(pages: SlotPages) -> dict[TensorName, list[torch.Tensor]]:
 def stored(pages: SlotPages, tensor: TensorName, pool_pages: list[int]) -> torch.Tensor:
     """Return the present values in the pool's memory, ``(tokens, layers, heads, dim)``."""
     return torch.stack([buffer[slots_of(pool_pages)] for buffer in memory(pages)[tensor]], dim=1)
+
+
+def read_pages(run: PageRun, num_pages: int, geometry: KVGeometry = GEOMETRY) -> list[torch.Tensor]:
+    """Return K and V of a run's first pages, as a data plane finds them in shared memory. Nothing else is written."""
+    shared = torch.full((MARGIN + num_pages * geometry.page_bytes + MARGIN,), 0xEE, dtype=torch.uint8)
+    run.read_into(range(num_pages), shared, MARGIN)
+    assert bool((shared[:MARGIN] == 0xEE).all())
+    assert bool((shared[-MARGIN:] == 0xEE).all())
+    return pages_in(shared[MARGIN:-MARGIN], geometry, num_pages)
 
 
 def set_slots(pages: SlotPages, pool_pages: list[int], value: float) -> None:

@@ -15,8 +15,15 @@ import torch
 from harness.waiting import polls
 from sgl_kvfetch.codec.cuda_streams import Stream
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
-from sgl_kvfetch.types import TENSORS
-from tests.plugin.device.cuda_pages import PLACES, always_and_without, is_set, make_pages, set_slots, slots_of
+from tests.plugin.device.cuda_pages import (
+    PLACES,
+    always_and_without,
+    is_set,
+    make_pages,
+    read_pages,
+    set_slots,
+    slots_of,
+)
 from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("reference")]
@@ -64,11 +71,11 @@ def test_slots_are_used_after_they_are_computed() -> None:
 def test_pages_are_read_after_they_are_computed() -> None:
     def is_right(seed: int, fences: bool) -> bool:
         device = FakeDevice(seed)
-        pages = make_pages(device, read_buffer_bytes=4096)  # several pieces
+        pages = make_pages(device)
         device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # of a chunked prefill; SGLang does not wait for it
         with nullcontext() if fences else patch.object(pages, "fences", return_value=[]):
             opened = pages.open_reads(slots_of(PLACES))
-        read = [opened.read(tensor, range(len(PLACES))) for tensor in TENSORS]
+        read = read_pages(opened, len(PLACES))
         assert [values.shape for values in read] == [(8, 4, 4, 2, 48), (8, 4, 4, 2, 64)]
         return all(bool((values == 3.0).all()) for values in read)
 
@@ -84,7 +91,7 @@ def test_pages_do_not_wait_for_the_pass_behind_which_others_are_handed_over() ->
     device.run()
     device.forward.wait_event(FakeEvent(device))  # the next pass, whose end never comes
     pages.open_reads(slots_of(PLACES))
-    assert all(bool((first.read(tensor, range(len(PLACES))) == 3.0).all()) for tensor in TENSORS)
+    assert all(bool((values == 3.0).all()) for values in read_pages(first, len(PLACES)))
 
 
 def test_writing_to_the_store_does_not_hold_up_loads() -> None:

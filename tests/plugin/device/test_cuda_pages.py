@@ -29,6 +29,7 @@ from tests.plugin.device.cuda_pages import (
     make_pages,
     make_pool,
     memory,
+    read_pages,
     slots_of,
 )
 from tests.plugin.device.fake_streams import FakeDevice
@@ -70,8 +71,7 @@ def test_latent_vectors_are_read() -> None:
     device = FakeDevice()
     pages = CudaPages(pool, 4, device, device.forward)
     assert pages.geometry == geometry
-    opened = pages.open_reads(slots_of(PLACES))
-    read = [opened.read(tensor, range(NUM_PAGES)).flatten(0, 1) for tensor in TENSORS]
+    read = [x.flatten(0, 1) for x in read_pages(pages.open_reads(slots_of(PLACES)), NUM_PAGES, geometry)]
     latent = torch.stack([x[slots_of(PLACES)] for x in pool.kv_buffer], dim=1)  # (tokens, layers, heads, dim)
     assert torch.equal(torch.cat([read[1], read[0]], dim=-1), latent)
 
@@ -156,8 +156,6 @@ def test_on_a_gpu() -> None:
         for tensor in TENSORS:
             for layer, buffer in enumerate(memory(pages)[tensor]):
                 buffer[slots_of(PLACES).cuda()] = float(layer)
-    reads = pages.open_reads(slots_of(PLACES).cuda())
-    for tensor in TENSORS:
-        found = reads.read(tensor, range(NUM_PAGES))  # (pages, page_size, layers, heads, dim)
+    for found in read_pages(pages.open_reads(slots_of(PLACES).cuda()), NUM_PAGES):
         assert all(bool((found[:, :, layer] == layer).all()) for layer in range(pages.geometry.num_layers))
     assert pages.wait_until_unused(60)

@@ -40,7 +40,7 @@ def test_the_gpu_quantises_what_is_written(
         quantiser = KltQuantiser(quantiser.profile, step=4.0)
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, dtype=dtype)
     calls = {"quantised": 0, "read": 0}
-    read, right = GuardedSource.read, KltCells.quantise
+    read, right = GuardedSource.read_into, KltCells.quantise
 
     def quantise(*args: Any) -> None:
         calls["quantised"] += 1
@@ -53,7 +53,7 @@ def test_the_gpu_quantises_what_is_written(
         return read(*args)
 
     monkeypatch.setattr(KltCells, "quantise", quantise)
-    monkeypatch.setattr(GuardedSource, "read", noted_read)
+    monkeypatch.setattr(GuardedSource, "read_into", noted_read)
     rig.stored(tokens)
     assert calls["quantised"]
     assert bool(calls["read"]) == (not is_sound)

@@ -57,7 +57,7 @@ def quantiser() -> KltQuantiser:
 
 def pages_of(quantiser: KltQuantiser, first_page: int = 0, device: FakeDevice | None = None) -> CudaPages:
     """Return pages whose slots have values of these positions. Some tokens must be kept exact in some cells."""
-    pages = make_pages(device or FakeDevice(), read_buffer_bytes=1 << 18)
+    pages = make_pages(device or FakeDevice())
     k, v = values_of(quantiser.profile, NUM_TOKENS, first_page * GEOMETRY.page_size)
     v[7::16, 3, 1] *= 1e6
     for tensor, x in zip(TENSORS, (k, v), strict=True):
@@ -246,7 +246,7 @@ def test_a_device_multiplies_with_sums_in_float32() -> None:
 def test_what_is_stored(quantiser: KltQuantiser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the pages come quantised, the rest as values; both are in one segment, as the CPU makes it but for
     ties."""
-    monkeypatch.setattr(plane_module, "_QUANTISED_BYTES", 3 * GEOMETRY.page_bytes)  # parts of three pages
+    monkeypatch.setattr(plane_module, "PART_BYTES", 3 * GEOMETRY.page_bytes)  # parts of three pages
     quantiser.profile.save(tmp_path / "profile")
     pages = pages_of(quantiser)
     opened = pages.open_reads(slots_of(PLACES))
@@ -276,7 +276,7 @@ def test_what_is_stored(quantiser: KltQuantiser, tmp_path: Path, monkeypatch: py
                 None,
                 hashes,
                 range(len(PLACES)),
-                opened.read,
+                GuardedSource(opened).read_into,
                 quantising=Quantising(opened.num_rows, into),
             )
             assert num_queued == len(PLACES)

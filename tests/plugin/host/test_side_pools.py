@@ -44,6 +44,7 @@ from tests.plugin.backends import (
     storage_config,
     tokens,
     transfer,
+    values_in,
 )
 from tests.plugin.planes import Served
 from tests.reasons import assert_counted
@@ -177,7 +178,7 @@ def test_keys_of_an_indexer_are_exact_beside_latent_vectors_of_klt(
     for page, place in enumerate(elsewhere):
         assert torch.equal(kind.page(others, place), kind.page(side, page))
     for tensor, x in zip(TENSORS, values, strict=True):
-        restored = HostPages(restored_kv).read(tensor, elsewhere).flatten(0, 1)
+        restored = values_in(HostPages(restored_kv), tensor, elsewhere).flatten(0, 1)
         assert not torch.equal(restored, x)
         assert (restored - x).square().mean() < 0.1 * x.square().mean()
 

@@ -43,6 +43,7 @@ from tests.plugin.backends import (
     storage_config,
     store_pages,
     tokens,
+    values_in,
 )
 from tests.plugin.planes import Served
 from tests.plugin.queues import fill_queue, note_refusals
@@ -56,13 +57,13 @@ def test_pages_are_restored_to_other_places(make: Make, layout: str, v_dim: int,
     pool = make_pool(layout, v_dim=v_dim, is_shared=is_shared)
     backend = make(pool)
     before = HostPages(pool)
-    expected = {t: before.read(t, range(7)) for t in ("k", "v")}
+    expected = {t: values_in(before, t, range(7)) for t in ("k", "v")}
     store_pages(backend, keys(7), list(range(7)))
     elsewhere = [39, 12, 20, 21, 30, 8, 10]
     assert backend.batch_get_v1(keys(7), tokens(elsewhere)) == [True] * 7
     for tensor in ("k", "v"):
-        assert torch.equal(before.read(tensor, elsewhere), expected[tensor])
-        assert torch.equal(before.read(tensor, range(7)), expected[tensor])
+        assert torch.equal(values_in(before, tensor, elsewhere), expected[tensor])
+        assert torch.equal(values_in(before, tensor, range(7)), expected[tensor])
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -306,7 +307,7 @@ def test_flags_tell_the_fp8_type(make: Make, monkeypatch: pytest.MonkeyPatch, fl
     pool = make_fp8_pool(dtype)
     backend = make(pool, quantiser="exact")
     pages = HostPages(pool)
-    assert pages.geometry.torch_dtype == pages.read("k", [0]).dtype == dtype
+    assert pages.geometry.torch_dtype == values_in(pages, "k", [0]).dtype == dtype
     expected = [buffer[:7].clone() for buffer in pool.kv_buffer]
     store_pages(backend, keys(7), list(range(7)))
     assert backend.batch_get_v1(keys(7), tokens(list(range(20, 27)))) == [True] * 7
@@ -320,7 +321,7 @@ def test_fp8_may_be_quantised(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
     backend = make(pool := make_fp8_pool(torch.float8_e4m3fn), quantiser="uint8")
     store_pages(backend, keys(3), [0, 1, 2])
     assert backend.batch_get_v1(keys(3), tokens([10, 11, 12])) == [True] * 3
-    got, expected = (HostPages(pool).read("k", pages).float() for pages in ([10, 11, 12], [0, 1, 2]))
+    got, expected = (values_in(HostPages(pool), "k", pages).float() for pages in ([10, 11, 12], [0, 1, 2]))
     torch.testing.assert_close(got, expected, rtol=0.13, atol=0.03)
 
 

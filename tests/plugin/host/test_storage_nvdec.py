@@ -20,7 +20,7 @@ from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
-from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens
+from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens, values_in
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.planes import Served
 
@@ -78,16 +78,16 @@ def test_nvdec_decodes_and_the_cpu_restores(
     there = [39, 12, 20, 21, 30, 8, 10]
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert nvc.packets
-    on_nvdec = {tensor: pages.read(tensor, there) for tensor in TENSORS}
+    on_nvdec = {tensor: values_in(pages, tensor, there) for tensor in TENSORS}
     if quantiser == "exact":
-        assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, range(7))) for tensor in TENSORS)
+        assert all(torch.equal(on_nvdec[tensor], values_in(pages, tensor, range(7))) for tensor in TENSORS)
     num_packets = len(nvc.packets)
     nvc.fails = "create"  # from here on the CPU decodes
     for session in sessions:
         drop_decoders(session[codec]._nvdec)
     assert backend.batch_get_v1(keys(7), tokens(there)) == [True] * 7
     assert len(nvc.packets) == num_packets
-    assert all(torch.equal(on_nvdec[tensor], pages.read(tensor, there)) for tensor in TENSORS)
+    assert all(torch.equal(on_nvdec[tensor], values_in(pages, tensor, there)) for tensor in TENSORS)
     assert nvc.device.num_empty == 0  # frames were not kept on the device
 
 
