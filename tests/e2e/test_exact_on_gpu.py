@@ -1,4 +1,5 @@
-"""Cells of `exact` stay coded until they are in the pool: real SGLang, on a device that stands in for a GPU."""
+"""Cells of `exact` stay coded until they are in the pool, where every bit is what was written: real SGLang, on a device
+that stands in for a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from harness.children import data_planes
 from harness.engine import SGLangServer, device_args
 from harness.metrics import wait_until_written
-from harness.stand_in_gpu import RESTORED, on_the_gpu_path
+from harness.stand_in_gpu import RESTORED, on_the_gpu_path, pages_compared
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import assert_fetched_in_parts
@@ -42,6 +43,8 @@ def test_coded_cells_give_the_answers_of_an_engine_without_a_cache(
         answer = ask(server, make_prompt(1))
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[1])
+        num_loaded, num_same = pages_compared(server.log())
+        assert num_same == num_loaded > 2 * PAGES  # of three hits, and of half a one
 
 
 def _flip_bits(store: StoreProcess) -> None:
