@@ -57,8 +57,9 @@ async def test_a_fetch_is_answered_and_the_next_one_is_well(tmp_path: Path, mode
         async with FaultyProxy("127.0.0.1", process.port, context) as link:
             plane = await asyncio.to_thread(open_plane, link.url, launcher, staging_bytes=staging_bytes, **settings)
             try:
+                await link.set(Fault("hang", only=lambda method, path: (method, path[-4:]) == ("GET", ".kvd")))
                 await asyncio.to_thread(store, plane, hashes)
-                await link.set(Fault("silent"))  # to reads: what was looked up is known
+                await link.set(Fault("silent"))  # to reads, but for one that begins as soon as the pages are found
                 assert await bring(2.0) == 0
                 await link.set(None)
                 await until(is_well)  # the store was left alone for a second
