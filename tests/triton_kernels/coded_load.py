@@ -77,7 +77,8 @@ class CodedPrompt:
             work()
         for layer in range(self._pages.geometry.num_layers):
             for part in coded.parts(layer):
-                for work in itertools.chain(*part(scratch)):
+                works = part(scratch)
+                for work in itertools.chain(works.copies, works.decodes, works.restores, works.checks):
                     work()
         coded.fetch_results()
         return len(coded._parts), coded.num_wrong()
