@@ -10,7 +10,7 @@ import os.path
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated
 
 import msgspec
@@ -26,6 +26,7 @@ _DIGEST_CHARS = 16
 _Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 _KLT = re.compile(r"klt\(profile=(?P<profile>[0-9a-f]{32});step=(?P<step>[0-9.e+-]{1,16})\)")
 _BINS = re.compile(r"cachegen\(k=([0-9,]+);v=([0-9,]+)\)")
+_geometry = lru_cache(KVGeometry)  # readers ask for each cell
 
 
 class Labels(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -196,7 +197,7 @@ class HeadSlice:
     def geometry(self) -> KVGeometry:
         """The shape of the rank's KV cache. Raises UnsupportedError for numbers out of bounds."""
         n = self.namespace
-        return KVGeometry(n.num_layers, len(self.heads), n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
+        return _geometry(n.num_layers, len(self.heads), n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
 
     def siblings(self, folders: Iterable[str]) -> list[HeadSlice]:
         """Return those of the namespace's ``folders``, of any TP size, whose heads overlap this rank's.

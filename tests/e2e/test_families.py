@@ -69,6 +69,8 @@ def _greedy_tokens(model: Path, prompt: list[int], num_tokens: int) -> list[int]
 
 
 FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}  # as the rest of the model, so that answers can be compared
+# Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
+FEW_STATES = ["--max-mamba-cache-size", "64"]
 # SGLang keeps the state of LFM2 at the end of a prompt alone, and therefore wants pages of one token.
 LFM2 = pytest.param(make_tiny_lfm2, 1, {}, id="short convolutions")
 # Some of SGLang's kernels run in Triton's interpreter.
@@ -91,8 +93,7 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
     mode_args: Callable[[str], list[str]] = hicache_args if mode == "host" else device_args
     if mode == "on the GPU path":
         env = env | on_the_gpu_path(tmp_path / "gpu")
-    # Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
-    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64", *mode_args(store.url)]
+    flags = ["--page-size", str(page_size), *FEW_STATES, *mode_args(store.url)]
     env = env | FLOAT32_STATES
     with SGLangServer(model, extra_args=flags, env=env) as server:
         assert from_storage(ask(server, start)) == 0
@@ -125,10 +126,8 @@ def test_layers_that_sglang_keeps_elsewhere(
     model = make_model(tmp_path / "model")
     profile = calibrated(model)
     assert {layer.pool for layer in profile.layers.layers} == {"state", "kv"}
-    # SGLang would fill a third of the memory with slots for states. They are of the type that the model is of.
-    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64"]
-    env = env | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    goes_on_in_both_modes(model, profile, started(model, store, flags, env), page_size)
+    flags = ["--page-size", str(page_size), *FEW_STATES]
+    goes_on_in_both_modes(model, profile, started(model, store, flags, env | FLOAT32_STATES), page_size)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "smollm3", "cohere2"])

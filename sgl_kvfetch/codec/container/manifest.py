@@ -257,8 +257,7 @@ class Manifest(msgspec.Struct, frozen=True):
         num_tokens = self.span_tokens(cell.span)
         if layout not in TENSORS:
             return self.coefficients[self.cell_index(Cell(0, cell.layer_group, cell.head_block))], num_tokens
-        grid, names = self.grid, self.namespace
-        head_dim = names.k_head_dim if layout == "k" else names.v_head_dim
+        grid, head_dim = self.grid, self.geometry.head_dim(layout)
         return num_tokens, len(grid.layers(cell.layer_group)), grid.cell_heads, head_dim
 
     def data_name(self, data: DataObject) -> str:

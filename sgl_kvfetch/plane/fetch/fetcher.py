@@ -444,11 +444,10 @@ class Fetcher:
             raise _SettledError
 
     async def _take_through(self, unit: ReadUnit, index: int, fetch: _RunningFetch) -> None:
-        part, into = fetch.parts[index], fetch.destination
+        part, places_of = fetch.parts[index], fetch.destination.places
         is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
-        what = unit, fetch.held, into.places, fetch.request
         try:
-            chunks = await self.reads.chunks_of(*what, is_used_again=is_used_again)
+            chunks = await self.reads.chunks_of(unit, fetch.held, places_of, fetch.request, is_used_again=is_used_again)
         except KVFetchError:
             fetch.num_transmitting -= 1
             raise

@@ -101,8 +101,12 @@ class Kind(NamedTuple):
         return content.view(torch.uint8).clone()  # some are NaN
 
 
-def beside(kv: Any, make_side: Callable[[Any, str], Any], layout: str) -> tuple[Any, Any]:
-    return kv, make_side(kv, layout)
+def an_indexer_of(make_kv: Callable[[str], Any], make_side: Callable[[Any, str], Any]) -> Kind:
+    def make(layout: str, seed: int) -> tuple[Any, Any]:
+        kv = make_kv(layout)
+        return kv, make_side(kv, layout)
+
+    return Kind(INDEXER, make, {0: 0, 1: 1, 2: 2}, [30, 8, 12], 0, [1, 2, 3])
 
 
 KINDS = {
@@ -112,22 +116,8 @@ KINDS = {
     "states": Kind(
         PoolName.MAMBA, lambda layout, seed: (make_pool(layout), make_states()), {3: 2, 6: 0}, [4, 3], 1, [4, 7]
     ),
-    "indexer of latent vectors": Kind(
-        INDEXER,
-        lambda layout, seed: beside(make_mla_pool(layout), make_indexer, layout),
-        {0: 0, 1: 1, 2: 2},
-        [30, 8, 12],
-        0,
-        [1, 2, 3],
-    ),
-    "indexer": Kind(
-        INDEXER,
-        lambda layout, seed: beside(make_pool(layout), make_minimax_indexer, layout),
-        {0: 0, 1: 1, 2: 2},
-        [30, 8, 12],
-        0,
-        [1, 2, 3],
-    ),
+    "indexer of latent vectors": an_indexer_of(make_mla_pool, make_indexer),
+    "indexer": an_indexer_of(make_pool, make_minimax_indexer),
 }
 LAYOUTS = "layer_first", "page_first", "page_first_direct"
 
