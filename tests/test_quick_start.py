@@ -62,15 +62,16 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkey
     assert "nothing is in the way" in output
     first, second = map(int, re.findall(r'"cached_tokens":(\d+)', output)[:2])
     assert first == 0
-    assert second >= 64 * (int(stored[0]) - 1) > 256
+    audited = 2  # pages, which are computed to be compared, if an audit is drawn
+    assert second >= 64 * (int(stored[0]) - 1 - audited) > 128
     hits = re.findall(r'^sgl_kvfetch_lookup_pages_total\{.*result="hit".*\} ([0-9.]+)', output, re.MULTILINE)
-    assert [float(count) for count in hits] == [float(stored[0])], failure
+    assert [int(stored[0]) - float(count) for count in hits] in ([0], [audited]), failure
     # On a busy machine computing may be faster: then there is a dash in the place of a time, and a reason.
     ((computed, fetched),) = re.findall(r"^ *1,024 tokens +2 +1,024 +(\S+) +(\S+)", output, re.MULTILINE)
     assert float(computed) > 0, failure
     assert float(fetched) > 0 if fetched != "-" else "2 of 2 prompts were not fetched: " in output, failure
     questions = re.findall(r"prompt_tokens (\d+), cached_tokens (\d+), first token after (\S+) s", output)
     assert len(questions) == 2, failure
-    assert 0.8 * int(questions[1][0]) < int(questions[1][1]) < int(questions[1][0])
+    assert 0.8 * int(questions[1][0]) < int(questions[1][1]) + 64 * audited < int(questions[1][0]) + 64 * audited
     left = {path.name for path in tmp_path.iterdir()} - {wheel.name, engine_wheel.name, "installed"}
     assert left == {"quick-start.out", "quick-start.err"}
