@@ -4,9 +4,10 @@ the store.
     python -m benchmarks.sessions [--turns N] [--tokens N] [--pause S] [--mode host,device] [--replicas 1,2]
                                   [--store http,s3] [--kill] [--json FILE]
 
-Each turn's prompt is that of the turn before and some tokens more. Then the session is compacted: one prompt asks for
-a summary behind all turns, the next one goes on with the first turn and the summary. In the end, the servers forget
-what they have, and one asks for the prompt of the last turn several times, which then comes from the store. Bytes are
+Each turn's prompt is that of the turn before with its answer, and some tokens more. Then the session is compacted: one
+prompt asks for a summary behind all turns, the next one goes on with the first turn and the summary. In the end, the
+servers forget what they have, and one asks for the prompt of the last turn several times, which then comes from the
+store. Bytes are
 counted at the store, and divided by those that the same prompts take when they are written at once. ``disk`` is the
 most that the store held at any second. ``hits`` is the share of whole pages that only another replica had computed
 before, and that were not computed again.
@@ -111,9 +112,10 @@ class _Session:
         time.sleep(self.pause_s)
 
     def _shared(self, turn: int, step: int) -> int:
-        """Return how many tokens, in whole pages, a prompt shares with one of every ``step``th turn before it."""
-        prompt = self.prompts[turn]
-        earlier = (self.prompts[each] for each in range(turn - step, -1, -step))
+        """Return how many tokens, in whole pages, a prompt shares with one of every ``step``th turn before it, and its
+        answer. The answer's last token has no KV."""
+        prompt, turns = self.prompts[turn], range(turn - step, -1, -step)
+        earlier = ([*self.prompts[each], *self.right[each].output_ids[:-1]] for each in turns)
         shared = (sum(accumulate(map(eq, prompt, each), and_)) for each in earlier)
         return max(shared, default=0) // _PAGE_SIZE * _PAGE_SIZE
 
@@ -237,22 +239,14 @@ _STORES = {"http": _http, "s3": _s3}
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    rng = random.Random(77)
-    tokens = [rng.randrange(3, 2048) for _ in range((args.turns + 2) * args.tokens)]
-    summary = tokens[-args.tokens :]
-    prompts = [tokens[: args.tokens * turn] for turn in range(1, args.turns + 2)]
-    prompts.append(tokens[: args.tokens] + summary)
-    room = ["--page-size", str(_PAGE_SIZE), "--context-length", str(len(tokens) + 64)]
-    room += ["--max-total-tokens", str(2 * len(tokens) + 1024)]
+    num_tokens = (args.turns + 1) * (args.tokens + _ANSWER_TOKENS)
+    room = ["--page-size", str(_PAGE_SIZE), "--context-length", str(num_tokens + 64)]
+    room += ["--max-total-tokens", str(2 * num_tokens + 1024)]
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="kvfetch-sessions-") as name, servers_find_sglang_imported():
         model = make_tiny_llama(Path(name, "model"), max_position_embeddings=32768, num_layers=2)
         with SGLangServer(model, extra_args=room) as server:
-            _ask(server, prompts[-2])
-            right = []
-            for prompt in prompts:
-                server.flush()
-                right.append(_ask(server, prompt))
+            prompts, right = _computed(server, args)
         ways = [(mode, replicas, store) for mode in args.mode for replicas in args.replicas for store in args.store]
         for number, (mode, replicas, kind) in enumerate(ways):
             with ExitStack() as running:
@@ -274,6 +268,23 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _computed(server: SGLangServer, args: argparse.Namespace) -> tuple[list[list[int]], list[Generation]]:
+    """Return the prompts and their answers, each computed anew."""
+    rng = random.Random(77)
+    turns = [[rng.randrange(3, 2048) for _ in range(args.tokens)] for _ in range(args.turns + 2)]
+    _ask(server, [token for turn in turns[:-1] for token in turn])  # the first one of such a length takes longer
+    prompts: list[list[int]] = []
+    right: list[Generation] = []
+    prompt: list[int] = []
+    for number, turn in enumerate(turns):
+        prompt = (prompts[0] if number > args.turns else prompt) + turn
+        server.flush()
+        prompts.append(prompt)
+        right.append(answer := _ask(server, prompt))
+        prompt = prompt + answer.output_ids
+    return prompts, right
 
 
 def _measured(session: _Session) -> dict[str, Any]:
