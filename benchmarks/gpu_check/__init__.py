@@ -1,4 +1,4 @@
-"""Tests and measures everything that needs a GPU in one short run: kernels, NVDEC, memory, interference, SGLang.
+"""Tests and measures everything that needs a GPU in one short run: kernels, loads, memory, SGLang.
 
     scripts/gpu_check [--out DIR] [--only STEP ...]
     scripts/gpu_check --bundle DIR    # pack what a machine without a network needs

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.bundle:
         print(*bundle.make(options.bundle, with_sglang=options.with_sglang), sep="\n")
         return 0
-    chosen = [step for step in others if (step.name in options.only if options.only else not step.is_extra)]
+    chosen = [step for step in others if not options.only or step.name in options.only]
     results: list[Result] = []
     written: list[Path] = []
 

@@ -1,6 +1,5 @@
-"""The steps of a check, in the order in which they run, each in a process of its own.
-
-The time limits of those that are not extra add up to at most that of the whole run.
+"""The steps of a check, in the order in which they run, each in a process of its own. Their time limits
+add up to at most that of the whole run.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ TOTAL_S = 720.0
 
 @dataclass(frozen=True)
 class Step:
-    """``runs``: the step's function as ``module:name``. It takes a `Record`. ``is_extra``: it runs if ``--only`` names
-    it."""
+    """``runs``: the step's function as ``module:name``. It takes a `Record`."""
 
     name: str
     title: str
     runs: str
     limit_s: float
     needs_gpu: bool = True
-    is_extra: bool = False
 
 
 _HERE = "benchmarks.gpu_check"
@@ -52,10 +49,6 @@ STEPS = (
     Step("ranks", "Ranks that staged differently: no other slot is written", f"{_HERE}.loads:run_ranks", 40),
     Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 60),
     Step("sglang", "SGLang in device mode: answers", f"{_HERE}.server:run", 60),
-    Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130, is_extra=True),
-    Step("interference", "A matrix product beside decoding", f"{_HERE}.nvdec:run_interference", 45, is_extra=True),
-    # Last: it may leave the decoder or the driver in a bad state.
-    Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec:run_damage", 40, is_extra=True),
 )
 
 

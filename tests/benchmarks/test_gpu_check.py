@@ -26,7 +26,6 @@ from benchmarks.gpu_check import (
     first,
     kernels,
     loads,
-    nvdec,
     passes,
     prefixes,
     quantise,
@@ -35,14 +34,12 @@ from benchmarks.gpu_check.kernels import Span
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import STEPS, TOTAL_S, Result, Step, run_step
 from harness.waiting import WAIT_S
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import gpu_pages, gpu_restores
 from sgl_kvfetch.plugin.device.pools import SideBuffers
 from sgl_kvfetch.protocol.arena import StagedValues
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
-from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
 pytestmark = pytest.mark.slow
@@ -58,7 +55,7 @@ def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
     done = subprocess.run([ROOT / "scripts" / "gpu_check"], capture_output=True, text=True, timeout=WAIT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS if not step.is_extra]
+    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS]
     assert all("finds no usable CUDA GPU" in line for line in lines[:-1])
     assert lines[-1] == "no GPU: nothing was measured or written"
     assert sorted((ROOT / "out").glob("*")) == before
@@ -68,7 +65,7 @@ def test_all_steps_exist_and_fit_into_the_time() -> None:
     for step in STEPS:
         module, _, function = step.runs.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
-    assert sum(step.limit_s for step in STEPS if not step.is_extra) <= TOTAL_S <= 12 * 60
+    assert sum(step.limit_s for step in STEPS) <= TOTAL_S <= 12 * 60
 
 
 @pytest.mark.parametrize(
@@ -196,21 +193,6 @@ def forget_copies(device: FakeDevice, *args: Any, is_pinned: bool = True, right:
         right(device, *args)
 
 
-def check_nvdec(record: Record) -> None:
-    decoders = make_nvdec(NVC).open_session()
-    nvdec.check_bits(record, decoders, ["smallest", "240p"])
-    nvdec.check_damage(record, {"hevc": decoders["hevc"]})
-
-
-def measure_nvdec(record: Record) -> None:
-    nvc = FakeNvc(FakeDevice())
-    engines = Nvdec(nvc, nvc.device, {"hevc": make_caps(num_engines=2)})
-    nvdec.measure(record, engines, [1, 4], {"240p": (2, 6)}, seconds=0.05)
-    decoders = [make_nvdec(FakeNvc(FakeDevice())).open_session()["hevc"] for _ in range(2)]
-    nvdec.measure_interference(record, "hevc", decoders, CPU, 64, rounds=2, repeats=3)
-
-
-NVC = FakeNvc(FakeDevice())
 WRONG_INTEGERS = [(KltCells, "quantise", quantise_wrongly)]
 CHECKS = {
     "kernels": Check(
@@ -247,8 +229,6 @@ CHECKS = {
         [(FakeDevice, "copy_ranges", forget_copies)],
         ["copies of 5 ranges, at once: other bytes"],
     ),
-    "nvdec": Check(check_nvdec, [(NVC, "fails", "pixels")], ["hevc smallest: other pixels"]),
-    "nvdec, throughput": Check(measure_nvdec),
 }
 
 
@@ -266,8 +246,6 @@ def test_a_check_passes_and_finds_a_fault(name: str, tmp_path: Path, monkeypatch
         (loads, "SCRATCH_MIB", (1,)),
         (passes, "_MIN_S", 0.01),
         (passes, "PASS_SECONDS", (0.01,)),
-        (nvdec, "_FLIPS", 10),
-        (nvdec, "SIZES", nvdec.SIZES | {"240p": (2, 144, 160)}),
     ):
         monkeypatch.setattr(holder, constant, value)
     check = CHECKS[name]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import demo, restoring
+from benchmarks import demo
 from benchmarks.real_model import prose
 from harness.engine import Generation
 from tests.codec.quant.profiles import make_profile
@@ -114,10 +114,6 @@ def test_a_small_run_writes_all_figures(case: Case, tiny_llama: Path, tmp_path: 
     rows = content[case.keys.split()[-1]] if case.row_keys else []
     assert all(row.keys() == {*case.row_keys.split()} for row in rows)
     assert rows or not case.row_keys
-
-
-def test_restoring() -> None:
-    assert restoring.main(["--pages", "16", "--rounds", "1"]) == 0
 
 
 @pytest.mark.sglang
