@@ -71,13 +71,13 @@ SLOW = {
     "tests/codec/calibrate": "addend calibrate layer_map layers packed pools",
     "tests/codec/container": "bounds encryption segment sides",
     "tests/codec/quant": "klt",
-    "tests/directory": "disk_room dropped_levels index",
+    "tests/directory": "catalog disk_room dropped_levels",
     "tests/plane/fetch": "ahead levels",
     "tests/plane": "audit",
     "tests/plugin/device": "attach choices ends linker",
     "tests/plugin/host": "side_pools storage storage_nvdec",
     "tests/server": "schema",
-    "tests/stores": "connection_states receiving",
+    "tests/stores": "connection_states transfers",
     "tests/tools": "calibrate doctor inspect transcode verify why",
 }
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from harness.small_segments import FOLDER
-from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import CodedSegment
+from sgl_kvfetch.directory import LocalStore
 
 MakeStore = Callable[..., LocalStore]
 

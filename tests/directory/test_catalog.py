@@ -1,25 +1,268 @@
-"""What the catalog does where the disk or the machine disturbs it."""
+"""The catalog's tables, manifests that they cannot hold, and a disk or a machine that disturbs them."""
 
 from __future__ import annotations
 
 import os
 import resource
+import sqlite3
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
+import aiohttp
+import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import StoreError
-from tests.directory.conftest import MakeStore
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.codec import CodedSegment, Manifest
+from sgl_kvfetch.directory import LocalStore, catalog, rows
+from sgl_kvfetch.directory.catalog import Catalog
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import running_server
+from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores.upkeep import decode_named_manifest
+from tests.directory.conftest import MakeStore, rebuild, write_files
 from tests.stores.conformance import failing
 
+NUM_PAGES = 16
+# Chains that share prefixes of all lengths.
+CHAINS = [page_hashes(NUM_PAGES, branch, at) for branch, at in (("", 0), ("b", 3), ("c", 8), ("d", 0), ("e", 15))]
+_MANIFEST = make_segment(page_hashes(1), 0, 1).manifest
+
+
+def of_pages(first_page: int, hashes: Sequence[bytes]) -> Manifest:
+    """A manifest without data."""
+    return msgspec.structs.replace(_MANIFEST, variants=(), first_page=first_page, page_hashes=tuple(hashes))
+
+
+class PageIndex:
+    """The tables of a catalog, without files."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+
+    def add(self, manifest: Manifest) -> None:
+        name = manifest.key.manifest_name
+        if rows.stored_id(self.db, name) is None:
+            rows.add_file(self.db, name, 1)
+        rows.index_segment(self.db, manifest, name.encode())
+
+    def remove(self, name: str) -> bool:
+        file_id = rows.stored_id(self.db, name)
+        if file_id is not None:
+            rows.forget_file(self.db, file_id)
+        return file_id is not None
+
+    def find(self, page_hashes: list[bytes]) -> list[catalog.IndexHit]:
+        return catalog.find_pages(self.db, FOLDER, page_hashes)
+
+
+@contextmanager
+def empty_index() -> Iterator[PageIndex]:
+    with tempfile.TemporaryDirectory() as root:
+        opened = Catalog(Path(root), lambda: None)
+        try:
+            with opened.writing() as db:
+                yield PageIndex(db)
+        finally:
+            opened.close()
+
+
+def reach(segments: Iterable[Manifest], page_hashes: list[bytes], page: int) -> int:
+    """Return how far any segment goes on from a page."""
+    best = page
+    for manifest in segments:
+        if page_hashes[page] in manifest.page_hashes:
+            at = manifest.page_hashes.index(page_hashes[page])
+            pairs = zip(manifest.page_hashes[at:], page_hashes[page:], strict=False)
+            best = max(best, page + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return best
+
+
+def segment(chain: list[bytes], first: int, length: int) -> Manifest:
+    return of_pages(first, chain[first : first + length])
+
+
+@st.composite
+def aligned(draw: st.DrawFn) -> tuple[int, int, int]:
+    length = 1 << draw(st.integers(0, 4))
+    first = draw(st.integers(0, NUM_PAGES // length - 1)) * length
+    return draw(st.integers(0, len(CHAINS) - 1)), first, length
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), aligned()), max_size=40),
+    st.integers(0, len(CHAINS) - 1),
+    st.integers(0, NUM_PAGES - 1),
+    st.integers(1, NUM_PAGES),
+)
+def test_lookup_matches_the_contract(
+    steps: list[tuple[bool, tuple[int, int, int]]], chain: int, first: int, length: int
+) -> None:
+    model: dict[str, Manifest] = {}
+    with empty_index() as pages:
+        for keep, (which, start, num_pages) in steps:
+            manifest = segment(CHAINS[which], start, num_pages)
+            name = manifest.key.manifest_name
+            if keep:
+                pages.add(manifest)
+                model[name] = manifest
+            else:
+                assert pages.remove(name) == (model.pop(name, None) is not None)
+        assert pages.db.execute("SELECT count(*) FROM segments").fetchone() == (len(model),)
+        asked = CHAINS[chain][first : first + length]
+        found = pages.find(asked)
+    page = 0
+    for hit in found:
+        held = model[hit.manifest_name].page_hashes[hit.first_page : hit.first_page + hit.num_pages]
+        assert list(held) == asked[page : page + hit.num_pages]
+        assert page + hit.num_pages == reach(model.values(), asked, page)
+        page += hit.num_pages
+    assert page == len(asked) or reach(model.values(), asked, page) == page
+
+
+def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
+    chain = CHAINS[0]
+    # The right last page, after pages of another prefix, and at another place in the sequence.
+    liar = of_pages(8, [*CHAINS[3][:7], chain[7]])
+    with empty_index() as pages:
+        pages.add(segment(chain, 0, 4))
+        pages.add(liar)
+        for first in range(8):
+            page = first
+            for hit in pages.find(chain[first:8]):
+                source = list(liar.page_hashes) if hit.manifest_name == liar.key.manifest_name else chain
+                assert source[hit.first_page :][: hit.num_pages] == chain[page : page + hit.num_pages]
+                page += hit.num_pages
+
+
+def test_a_popular_prefix_needs_no_linear_search() -> None:
+    """Thousands of segments share their first pages, but each lookup checks only a few."""
+    chains = [page_hashes(8, str(i), branch_at=4) for i in range(2000)]
+    with empty_index() as pages:
+        for chain in chains:
+            pages.add(segment(chain, 0, 8))
+        queries: list[str] = []
+        pages.db.set_trace_callback(queries.append)
+        for chain in chains[::100]:
+            assert [hit.num_pages for hit in pages.find(chain)] == [8]
+        assert len(queries) <= 20 * 8
+        pages.db.set_trace_callback(None)
+        for chain in chains[:-1]:
+            pages.remove(segment(chain, 0, 8).key.manifest_name)
+        assert [hit.num_pages for hit in pages.find(chains[0])] == [4]
+
+
 CHAIN = page_hashes(4)
+# Of XXH3's public constants: where the last 16 bytes of an input begin or end with one of them, a product is zero.
+_FACTORS = 0xDB979083E96DD4DE, 0x1F67B3B7A4A44072
+
+
+def colliding_hashes(number: int = 0) -> tuple[bytes, bytes]:
+    """Return two page hashes with the same key in every namespace."""
+    (first, second), start, mask = _FACTORS, number.to_bytes(16, "little"), (1 << 64) - 1
+    tails = (first, 12345), ((first + 12345 - second) & mask, second)
+    one, other = (start + a.to_bytes(8, "little") + b.to_bytes(8, "little") for a, b in tails)
+    return one, other
+
+
+def with_hashes(segment: CodedSegment, *hashes: bytes) -> CodedSegment:
+    return replace(segment, manifest=msgspec.structs.replace(segment.manifest, page_hashes=hashes))
+
+
+REPEATED = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], CHAIN[1], CHAIN[1], CHAIN[3])
+COLLIDING = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], *colliding_hashes(), CHAIN[3])
+
+
+@pytest.mark.process
+async def test_no_manifest_has_a_page_hash_twice(tmp_path: Path) -> None:
+    name, content = REPEATED.manifest.key.manifest_name, REPEATED.manifest.encode()
+    with pytest.raises(FormatError, match="same page hash twice"):
+        decode_named_manifest(content, name)
+    async with running_server(ServerConfig(tmp_path, port=0, grace_s=1)) as server, aiohttp.ClientSession() as session:
+        for number, body, status in ((0, REPEATED.data, 201), (1, content, 422)):
+            path = f"{server.url}/v1/objects/{(REPEATED.data_name, name)[number]}"
+            async with session.put(path, data=body) as answer:
+                assert answer.status == status, await answer.text()
+    assert not (tmp_path / name).exists()
+
+
+async def test_bad_manifests_in_the_directory_cost_themselves_alone(
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = make_segment(page_hashes(4, "refused"), 0, 4)
+    _refuse(monkeypatch, refused)
+    good = [page_hashes(4, f"{number}") for number in range(100)]  # more than a sweep reads in one transaction
+    write_files(tmp_path, *(make_segment(chain, 0, 4) for chain in good), REPEATED, refused)
+    orphan = tmp_path / data_object(b"left by a dead writer")
+    orphan.write_bytes(b"left by a dead writer")
+    os.utime(orphan, (0, 0))
+    store = make(orphan_age_s=60)
+    await rebuild(store)
+    await store.collect()
+    usage = await store.usage()
+    assert (usage.num_segments, usage.write_problem) == (len(good), None)
+    assert not orphan.exists()
+    for chain in good:
+        assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
+    assert (await store.lookup(FOLDER, refused.manifest.page_hashes)).hits == ()
+    await store.put(refused.data_name, refused.data)  # makes the store look at the manifest again
+    await put_segment(store, make_segment(page_hashes(4, "new"), 0, 4))
+
+
+async def test_pages_with_the_same_key_are_found_and_forgotten_each(store: LocalStore) -> None:
+    one, other = colliding_hashes()
+    assert one != other
+    assert catalog.page_key(FOLDER, one) == catalog.page_key(FOLDER, other)
+    await put_segment(store, COLLIDING)
+    for hashes in ([CHAIN[0], one, other, CHAIN[3]], [CHAIN[0], one, other], [one], [other]):
+        assert sum(hit.num_pages for hit in (await store.lookup(FOLDER, hashes)).hits) == len(hashes)
+    assert (await store.lookup(FOLDER, [CHAIN[0], other])).num_pages == 1
+    assert await store.delete(COLLIDING.manifest.key.manifest_name)
+    with store._catalog.reading() as db:
+        assert db is not None
+        assert db.execute("SELECT count(*) FROM pages").fetchone() == (0,)
+    await put_segment(store, with_hashes(make_segment(CHAIN, 0, 1), one))
+    assert (await store.lookup(FOLDER, [other, CHAIN[1]])).hits == ()
+    assert (await store.lookup(FOLDER, [one])).num_pages == 1
+
+
+async def test_a_manifest_that_the_catalog_refuses_gets_no_name(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it take the name of another one."""
+    old, refused = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 0, 4, codec="deflate")
+    name = old.manifest.key.manifest_name
+    await put_segment(store, old)
+    _refuse(monkeypatch, refused)
+    await store.put(refused.data_name, refused.data)
+    with failing("invalid", "refuses"):
+        await store.put(name, refused.manifest.encode())
+    assert (tmp_path / name).read_bytes() == old.manifest.encode()
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
+
+
+def _refuse(monkeypatch: pytest.MonkeyPatch, refused: CodedSegment) -> None:
+    """Have the catalog refuse one manifest, after it has changed some rows for it. No known manifest is refused."""
+    content = refused.manifest.encode()
+
+    def fail(found: bytes) -> str:
+        if found == content:
+            raise sqlite3.IntegrityError("UNIQUE constraint failed")
+        return object_digest(found)
+
+    monkeypatch.setattr(rows, "object_digest", fail)
+
+
 LIMIT_BYTES = 32 << 10
 
 
@@ -103,9 +346,7 @@ class StandstillLock:
         return self._lock.acquire(blocking, timeout)
 
 
-async def test_a_write_goes_on_after_the_machine_has_stood_still(
-    make: MakeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_write_goes_on_after_the_machine_stood_still(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it waits for has stood still as well."""
     monkeypatch.setattr("sgl_kvfetch.directory.catalog._BUSY_S", 0.5)
     store = make()

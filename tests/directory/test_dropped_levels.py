@@ -14,17 +14,13 @@ import pytest
 
 from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S
-from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import CodedSegment, Decoders, decode_manifest
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.plane.fetch.fetcher import PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores import Pin
-from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, SPEC, segment
 from tests.directory.conftest import MakeStore
@@ -65,23 +61,16 @@ async def test_without_being_told_no_level_is_dropped(make: MakeStore) -> None:
     assert {await lost(store, number) for number in range(12)} == {0, None}
 
 
-async def test_what_is_pinned_keeps_its_levels_and_all_variants_lose_them_alike(make: MakeStore) -> None:
+async def test_all_variants_lose_levels_alike(make: MakeStore) -> None:
     store = make(drop_levels=1)
-    await fill(store, [0])
-    await put_pin(store, Pin("a prompt", 1, b"".join(chain(0).manifest.page_hashes)))
-    other = chain(1)
-    (variant,) = other.manifest.variants
-    twice = msgspec.structs.replace(other.manifest, variants=(variant, msgspec.structs.replace(variant, codec="raw")))
-    await commit_segment(
-        store, replace(other, manifest=twice, more_data=(other.data,), level_data=other.level_data * 2)
-    )
-    await fill(store, range(2, 6))
-    assert await lost(store, 0) == 0
-    assert await lost(store, 1) == 1
-    hits = (await store.lookup(FOLDER, chain(1).manifest.page_hashes)).hits
-    assert [variant.num_dropped for variant in decode_manifest(hits[0].manifest).variants] == [1, 1]
-    await fill(store, range(6, 12))  # others are evicted rather than that it loses any
-    assert await lost(store, 0) == 0
+    (variant,) = segment().manifest.variants
+    variants = variant, msgspec.structs.replace(variant, codec="raw")
+    manifest = msgspec.structs.replace(chain(0).manifest, variants=variants)
+    levels = chain(0).level_data * 2
+    await commit_segment(store, replace(chain(0), manifest=manifest, more_data=(chain(0).data,), level_data=levels))
+    await fill(store, range(1, 6))
+    (hit,) = (await store.lookup(FOLDER, chain(0).manifest.page_hashes)).hits
+    assert [variant.num_dropped for variant in decode_manifest(hit.manifest).variants] == [1, 1]
 
 
 async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore) -> None:
@@ -101,9 +90,7 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
     assert await lost(store, 0) == 1  # reported, and found sound
 
 
-async def test_a_segment_that_is_written_again_while_it_loses_a_level_stays_whole(
-    make: MakeStore, tmp_path: Path
-) -> None:
+async def test_a_segment_written_again_while_it_loses_a_level_stays_whole(make: MakeStore, tmp_path: Path) -> None:
     """Its manifest names the level again, before the level's data is deleted."""
     store = make(drop_levels=1)
     await fill(store, range(6))

@@ -3,28 +3,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sgl_kvfetch.directory.local import LocalStore, open_store
+from sgl_kvfetch.directory import LocalStore, open_store
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.stores import HttpOptions, S3Options
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.open import S3Options
-from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
 
 
 async def test_urls_pick_the_store() -> None:
     remote = open_store("https://store.example/kv/", token="t", options=HttpOptions(timeout_s=3))
-    assert isinstance(remote, HttpStore)
-    assert remote.url == "https://store.example/kv"
-    assert remote.options.timeout_s == 3
     local = open_store("file:///var/cache/with%20space", capacity_bytes=5)
+    bucket = open_store("s3://bucket/prefix", s3=S3Options({"region": "eu-central-1"}))
+    indexed = open_store("s3://bucket", s3=S3Options(index="redis://host"))
+    stores = remote, local, bucket, indexed
+    assert [type(store) for store in stores] == [HttpStore, LocalStore, S3Store, IndexedS3Store]
+    assert isinstance(remote, HttpStore)
+    assert (remote.url, remote.options.timeout_s) == ("https://store.example/kv", 3)
     assert isinstance(local, LocalStore)
     assert local.root == Path("/var/cache/with space")
-    await remote.close()
-    await local.close()
+    for store in stores:
+        await store.close()
+    assert "secret" not in repr(S3Options({"secret_access_key": "secret"}, "redis://:secret@host"))
 
 
 URLS = {
@@ -51,26 +55,18 @@ def test_errors_for_other_urls_name_what_is_allowed_and_no_secrets() -> None:
         assert "se-cret" not in str(caught.value)
 
 
-def test_options_for_another_kind_of_store_are_refused() -> None:
-    with pytest.raises(ConfigError, match="token"):
-        open_store("file:///x", token="t")
-    for url in ("http://x", "s3://x"):
-        with pytest.raises(ConfigError, match="capacity_bytes"):
-            open_store(url, capacity_bytes=1)
-    with pytest.raises(ConfigError, match="is a bucket"):
-        open_store("s3://x", token="t")
-
-
-async def test_a_bucket_may_have_an_index() -> None:
-    plain = open_store("s3://bucket/prefix", s3=S3Options({"region": "eu-central-1"}))
-    assert type(plain) is S3Store
-    indexed = open_store("s3://bucket", s3=S3Options(index="redis://host"))
-    assert isinstance(indexed, IndexedS3Store)
-    for store in (plain, indexed):
-        await store.close()
-    with pytest.raises(ConfigError, match="'regoin' is not valid"):
-        open_store("s3://bucket", s3=S3Options({"regoin": "x"}))
-    assert "secret" not in repr(S3Options({"secret_access_key": "secret"}, "redis://:secret@host"))
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("file:///x", {"token": "t"}, "token"),
+        ("http://x", {"capacity_bytes": 1}, "capacity_bytes"),
+        ("s3://x", {"capacity_bytes": 1}, "capacity_bytes"),
+        ("s3://x", {"token": "t"}, "is a bucket"),
+    ],
+)
+def test_options_for_another_kind_of_store_are_refused(url: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(url, **options)
 
 
 @pytest.mark.parametrize("module", ["s3", "redis_index"])

@@ -1,4 +1,4 @@
-"""A catalog that differs from the disk: after power cuts, after changes by other means, or when it is lost."""
+"""A catalog that differs from the disk, and damage that readers report."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.directory import rows
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory import LocalStore, files, rows
 from sgl_kvfetch.directory.repair import Repair
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores import Lookup
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.directory.conftest import MakeStore, age, disk_bytes, rebuild, write_files
+from tests.segments import names
+from tests.stores.conformance import failing
 
 CHAIN = page_hashes(8)
 FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
@@ -73,13 +77,11 @@ async def test_reading_makes_no_catalog(store: LocalStore, tmp_path: Path) -> No
     await empty.close()
     write_files(tmp_path, FIRST)
     assert await store.get(FIRST.data_name) == FIRST.data
-    assert len([info async for info in store.list()]) == 2
+    assert len(await names(store)) == 2
     assert entries(tmp_path) == {FOLDER}
 
 
-async def test_files_without_a_catalog_are_found_in_the_background(
-    store: LocalStore, tmp_path: Path, gate: threading.Event
-) -> None:
+async def test_files_without_a_catalog_are_found(store: LocalStore, tmp_path: Path, gate: threading.Event) -> None:
     write_files(tmp_path, FIRST, SECOND)
     assert await store.lookup(FOLDER, CHAIN) == Lookup(())  # does not wait
     own = page_hashes(4, "own")
@@ -111,6 +113,12 @@ def in_database(script: str) -> Callable[[Path], None]:
     return spoil
 
 
+def damage_pages(path: Path) -> None:
+    """All but the first page, which is sound: the database opens."""
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + os.urandom(len(content) - 4096))
+
+
 @pytest.mark.parametrize("is_read", [True, False], ids=["by a reader", "by a writer"])
 @pytest.mark.parametrize(
     "spoil",
@@ -122,8 +130,9 @@ def in_database(script: str) -> Callable[[Path], None]:
             "DROP INDEX segments_by_expiry; ALTER TABLE segments DROP COLUMN expires; PRAGMA user_version = 999"
         ),
         in_database("DELETE FROM totals"),
+        damage_pages,
     ],
-    ids=["overwritten", "cut", "removed", "another version", "without totals"],
+    ids=["overwritten", "cut", "removed", "another version", "without totals", "corrupt"],
 )
 async def test_a_catalog_that_is_unusable_is_rebuilt(
     make: MakeStore, tmp_path: Path, spoil: Callable[[Path], None], is_read: bool
@@ -135,43 +144,27 @@ async def test_a_catalog_that_is_unusable_is_rebuilt(
     await before.close()
     spoil(tmp_path / ".catalog" / "catalog.sqlite")
     store = make(capacity_bytes=1 << 30)
-    if is_read:
-        await store.warm_up()
-    else:
-        await put_segment(store, FIRST)
+    with contextlib.suppress(StoreError):  # the call that comes upon a corrupt part
+        await (store.warm_up() if is_read else put_segment(store, FIRST))
     await until_found(store, [(0, 4), (0, 4)])
     assert await store.usage() == usage
     assert entries(tmp_path) == {FOLDER, ".catalog"}
 
 
-async def test_a_catalog_that_becomes_corrupt_is_rebuilt(store: LocalStore, make: MakeStore, tmp_path: Path) -> None:
-    for segment in (FIRST, SECOND):
-        await put_segment(store, segment)
-    await store.close()
-    path = tmp_path / ".catalog" / "catalog.sqlite"
-    content = bytearray(path.read_bytes())
-    content[4096:] = os.urandom(len(content) - 4096)  # the first page is sound: it opens
-    path.write_bytes(content)
-    again = make()
-    with contextlib.suppress(StoreError):  # the call that comes upon the corrupt part
-        await put_segment(again, FIRST)
-    await put_segment(again, FIRST)
-    await until_found(again, [(0, 4), (0, 4)])
-
-
-async def test_a_manifest_is_found_while_a_writer_replaces_it(store: LocalStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_being_written", [True, False])
+async def test_a_manifest_that_differs_from_the_catalog_is_found(
+    store: LocalStore, tmp_path: Path, is_being_written: bool
+) -> None:
     """The file has its name a moment before the writer's transaction ends; the lookup waits for no transaction."""
-    chain = page_hashes(4)
-    old, new = make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")
-    await store.put(new.data_name, new.data)
-    await put_segment(store, old)
-    writer = sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite", isolation_level=None)
-    writer.execute("BEGIN IMMEDIATE")
-    (tmp_path / new.manifest.key.manifest_name).write_bytes(new.manifest.encode())
-    async with asyncio.timeout(WAIT_S):
-        (hit,) = (await store.lookup(FOLDER, chain)).hits
+    new = make_segment(CHAIN, 0, 4, codec="deflate")
+    await put_segment(store, FIRST)
+    with contextlib.closing(sqlite3.connect(tmp_path / ".catalog" / "catalog.sqlite", isolation_level=None)) as writer:
+        if is_being_written:
+            writer.execute("BEGIN IMMEDIATE")
+        write_files(tmp_path, new)
+        async with asyncio.timeout(WAIT_S):
+            (hit,) = (await store.lookup(FOLDER, CHAIN)).hits
     assert hit.manifest == new.manifest.encode()
-    writer.close()
 
 
 async def test_an_upload_outlives_the_catalog(store: LocalStore) -> None:
@@ -182,14 +175,6 @@ async def test_an_upload_outlives_the_catalog(store: LocalStore) -> None:
         await upload.commit()
     await put_segment(store, FIRST)
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
-
-
-async def test_collect_adds_files_that_were_put_by_other_means(store: LocalStore, tmp_path: Path) -> None:
-    await put_segment(store, FIRST)
-    write_files(tmp_path, SECOND)
-    await store.collect()
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4), (0, 4)]
-    assert (await store.usage()).stored_bytes == disk_bytes(tmp_path)
 
 
 async def test_collect_forgets_files_that_were_removed_by_other_means(store: LocalStore, tmp_path: Path) -> None:
@@ -203,40 +188,30 @@ async def test_collect_forgets_files_that_were_removed_by_other_means(store: Loc
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4), (0, 4)]
 
 
-async def test_a_manifest_that_was_replaced_by_other_means_is_found(store: LocalStore, tmp_path: Path) -> None:
-    await put_segment(store, FIRST)
-    other = make_segment(CHAIN, 0, 4, codec="deflate")
-    write_files(tmp_path, other)
-    (hit,) = (await store.lookup(FOLDER, CHAIN)).hits
-    assert hit.manifest == other.manifest.encode()
-
-
-async def test_old_data_of_a_rebuilt_store_is_kept(store: LocalStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_catalog", [True, False])
+async def test_old_files_put_by_other_means_are_kept(store: LocalStore, tmp_path: Path, has_catalog: bool) -> None:
+    if has_catalog:
+        await put_segment(store, FIRST)
     write_files(tmp_path, FIRST, SECOND)
     age(*(tmp_path / FOLDER).iterdir())
     await store.collect()
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4), (0, 4)]
+    assert (await store.usage()).stored_bytes == disk_bytes(tmp_path)
 
 
 async def test_a_long_deletion_runs_in_turns(store: LocalStore) -> None:
     for i in range(20):
         await put_segment(store, make_segment(page_hashes(4, f"chain {i}"), 0, 4, content=i))
     assert await store.delete_some("", 0.0) == (16, True)
-    names = {info.name async for info in store.list()}
-    assert sum(name.endswith(".kvm") for name in names) == 4  # manifests go first
+    assert sum(name.endswith(".kvm") for name in await names(store)) == 4  # manifests go first
     assert await store.delete_prefix("") == 24
 
 
-async def test_create_puts_a_manifest_only_once(store: LocalStore) -> None:
+async def test_one_of_those_that_create_a_manifest_succeeds(store: LocalStore) -> None:
     old, new = FIRST, make_segment(CHAIN, 0, 4, codec="deflate")
-    name = old.manifest.key.manifest_name
     for segment in (old, new):
         await store.put(segment.data_name, segment.data)
-    assert await store.create(name, old.manifest.encode())
-    assert await store.create(name, old.manifest.encode())  # as after a lost answer
-    assert not await store.create(name, new.manifest.encode())
-    assert await store.get(name) == old.manifest.encode()
-    await store.delete(name)
+    name = old.manifest.key.manifest_name
     done = await asyncio.gather(*(store.create(name, s.manifest.encode()) for s in (old, new)))
     assert done.count(True) == 1
 
@@ -246,3 +221,97 @@ async def test_a_directory_that_cannot_have_a_catalog(store: LocalStore, tmp_pat
     with pytest.raises(StoreError, match="catalog"):
         await put_segment(store, FIRST)
     assert "catalog" in ((await store.usage()).write_problem or "")
+
+
+MANIFEST = FIRST.manifest.key.manifest_name
+
+
+@pytest.fixture
+async def filled(store: LocalStore) -> LocalStore:
+    await put_segment(store, FIRST)
+    return store
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+
+
+async def test_a_sound_or_a_missing_segment_is_no_damage(filled: LocalStore) -> None:
+    assert not await filled.report_damage(MANIFEST)
+    assert await names(filled) == {MANIFEST, FIRST.data_name}
+    await filled.delete_prefix("")
+    assert not await filled.report_damage(MANIFEST)
+    with failing("invalid"):
+        await filled.report_damage(data_object(b"x"))
+
+
+@pytest.mark.parametrize("change", [flip, lambda path: path.write_bytes(b"short"), Path.unlink])
+async def test_a_segment_with_broken_data_is_deleted(filled: LocalStore, tmp_path: Path, change: object) -> None:
+    change(tmp_path / FIRST.data_name)  # type: ignore[operator]
+    assert await filled.report_damage(MANIFEST)
+    assert await filled.lookup(FOLDER, CHAIN) == Lookup(())
+    assert await names(filled) == set()
+    await put_segment(filled, FIRST)
+    assert parts(await filled.lookup(FOLDER, CHAIN)) == [(0, 4)]
+    assert not await filled.report_damage(MANIFEST)
+
+
+async def test_sound_data_of_a_broken_segment_stays(filled: LocalStore, tmp_path: Path) -> None:
+    flip(tmp_path / MANIFEST)
+    assert await filled.report_damage(MANIFEST)
+    assert await names(filled) == {FIRST.data_name}
+    await filled.delete_prefix("")
+    segment = transcode(FIRST.manifest, FIRST.data, make_targets(["deflate", "zstd"], ["240p"]))
+    await put_segment(filled, segment)
+    broken, sound = [segment.manifest.data_name(variant) for variant in segment.manifest.variants]
+    flip(tmp_path / broken)
+    assert await filled.report_damage(MANIFEST)
+    assert await names(filled) == {sound}
+
+
+async def test_reports_of_a_segment_are_one_check_and_those_of_many_are_bounded(
+    filled: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, go_on, read_object = list[str](), threading.Event(), files.read_object
+
+    def counted(root: Path, name: str, most: int) -> bytes | None:
+        assert go_on.wait(60)
+        read.append(name)
+        return read_object(root, name, most)
+
+    monkeypatch.setattr(files, "read_object", counted)
+    others = [make_segment(page_hashes(4, str(i)), 0, 4).manifest.key.manifest_name for i in range(100)]
+    reports = [asyncio.create_task(filled.report_damage(name)) for name in [MANIFEST] * 20 + others]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sum(report.done() for report in reports) >= 80  # ignored
+    reports[0].cancel()  # does not end the check for the others
+    go_on.set()
+    assert not any(await asyncio.gather(*reports[1:]))
+    assert not await filled.report_damage(MANIFEST)  # it was found sound
+    assert read.count(MANIFEST) == 1
+    assert len(read) <= 20
+
+
+async def test_a_segment_that_is_replaced_during_the_check_stays(
+    filled: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(tmp_path / FIRST.data_name)
+    read, go_on, delete = threading.Event(), threading.Event(), DiskRoom.delete
+
+    def slow(*args: Any) -> object:
+        read.set()
+        assert go_on.wait(60)
+        return delete(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskRoom, "delete", slow)
+        report = asyncio.create_task(filled.report_damage(MANIFEST))
+        assert await asyncio.to_thread(read.wait, 60)
+        await put_segment(filled, FIRST)
+        go_on.set()
+        assert not await report
+    assert parts(await filled.lookup(FOLDER, CHAIN)) == [(0, 4)]
+    assert await filled.get(FIRST.data_name) == FIRST.data

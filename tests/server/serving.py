@@ -13,8 +13,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.small_segments import put_segment
-from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import CodedSegment
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores import wire

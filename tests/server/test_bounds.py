@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, put_segment
-from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.directory import files, local
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import CodedSegment
+from sgl_kvfetch.directory import LocalStore, files, local
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import app as application, web as pages
 from sgl_kvfetch.server.bodies import Budget, Overloaded
 from sgl_kvfetch.stores import wire
+from tests.segments import names
 from tests.server.serving import answer_to, connected, get, metric, request, serving, status_of
 
 pytestmark = pytest.mark.process
@@ -91,15 +91,10 @@ async def test_answers_take_memory_until_they_are_sent(tmp_path: Path, monkeypat
         assert budget.left_bytes == 10_000
 
 
-async def test_the_summary_has_short_names_and_few_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_summary_has_few_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_MOST_FOLDERS", 2)
-    segments = segments_of(*(str(number) + "\x01" * 2_000 for number in range(3)))
-    async with serving(tmp_path, *segments) as (_, session):
-        summary = await get(session, wire.Route.SUMMARY)
-        assert len(summary["folders"]) == 2
-        assert {len(row["model"]) for row in summary["folders"]} == {200}
-        shown = await get(session, f"{wire.Route.SEGMENTS}/{segments[0].manifest.key.manifest_name}")
-        assert len(shown["model_identity"]) == 200
+    async with serving(tmp_path, *segments_of("a", "b", "c")) as (_, session):
+        assert len((await get(session, wire.Route.SUMMARY))["folders"]) == 2
 
 
 async def test_an_answer_about_segments_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +113,7 @@ async def test_an_answer_about_segments_is_shared(tmp_path: Path, monkeypatch: p
         await get(session, wire.Route.SEGMENTS, status=400, folder="x" * 1000)
 
 
-async def test_listing_and_deleting_go_through_folders_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_listing_and_deleting_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_LISTED_AT_ONCE", 2)
     held: list[int] = []
     listed = local.LocalStore._next
@@ -134,31 +127,23 @@ async def test_listing_and_deleting_go_through_folders_in_pieces(
     store = LocalStore(tmp_path)
     for segment in segments_of("a", "b", "c"):
         await put_segment(store, segment)
-    assert len([info async for info in store.list()]) == 6
+    assert len(await names(store)) == 6
     assert max(held) == 2
-    assert await store.delete_prefix("") == 6
-    await store.close()
-
-
-async def test_a_store_of_too_many_folders_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "MAX_FOLDERS", 2)
-    store = LocalStore(tmp_path)
-    for segment in segments_of("a", "b", "c"):
-        await put_segment(store, segment)
     with pytest.raises(StoreError, match="has 3 folders"):
         await store.folders()
     assert len(await store.folders(head_slice("a").namespace.digest())) == 1
+    assert await store.delete_prefix("") == 6
     await store.close()
 
 
 LOOKUP, SEGMENTS, OBJECTS, NOTES = wire.Route.LOOKUP, wire.Route.SEGMENTS, wire.Route.OBJECTS, wire.Route.NOTES
 NOT_UTF8 = b"\x82\xa9namespace\xa4\xff\xff\xff\xff\xabpage_hashes\xc4\x00"
-LOOKUPS: list[dict[str, object]] = [
-    {"namespace": "x", "page_hashes": b""},
-    {"namespace": FOLDER + "\n", "page_hashes": b""},
+LOOKUPS: list[dict[str, Any]] = [
+    *({"namespace": name, "page_hashes": b""} for name in ("x", FOLDER + "\n")),
+    *({"namespace": FOLDER, "page_hashes": hashes} for hashes in (b"short", "0" * 32)),
+    {"namespace": FOLDER, "page_hashes": b"", "more": 1},
 ]
-LOOKUPS += [{"namespace": FOLDER, "page_hashes": hashes} for hashes in (b"short", "0" * 32)]
-LOOKUPS += [{"namespace": FOLDER, "page_hashes": b"", "more": 1}]
 
 
 async def test_malformed_requests_are_the_client_s_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,9 +40,7 @@ async def test_a_connection_that_brings_no_request_or_no_body_is_closed(tmp_path
                 assert status_of(await clock.until_done(reader.readline(), IDLE_S)) == 408
 
 
-async def test_too_many_connections_get_503_and_one_line_of_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_too_many_connections_get_503_and_a_line_of_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path, max_connections=4) as (server, session):
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(4):
@@ -94,9 +92,7 @@ async def test_a_client_that_takes_its_time_is_kept(tmp_path: Path) -> None:
             await clock.advance(20 * len(piece) / (1 << 20))
 
 
-async def test_a_client_that_leaves_during_an_answer_leaves_nothing_behind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asking = put_large(tmp_path)
     async with serving(tmp_path) as (server, session):
         for _ in range(5):
@@ -127,31 +123,21 @@ def test_more_idle_connections_than_files_do_not_stop_the_server(tmp_path: Path)
     assert len(log) < 1000
 
 
-@pytest.fixture
-def file_limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(1024, 1 << 16)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    return limits
-
-
-def test_the_limit_of_open_files_is_raised_as_far_as_needed(file_limit: list[tuple[int, int]]) -> None:
     assert fit_connections(4096, 64) == 4096
-    assert 8192 < file_limit[-1][0] < 9000
+    assert 8192 < limits[-1][0] < 9000
     assert fit_connections(1 << 20, 64) < 1 << 15
-    assert file_limit[-1] == (1 << 16, 1 << 16)
+    assert limits[-1] == (1 << 16, 1 << 16)
     assert fit_connections(10, 1) == 10
-
-
-def test_too_low_a_limit_of_open_files_is_a_config_error(file_limit: list[tuple[int, int]]) -> None:
-    file_limit.append((256, 256))
+    limits.append((256, 256))
     with pytest.raises(ConfigError, match="256 open files"):
         fit_connections(4096, 64)
 
 
-async def test_garbage_costs_one_line_of_log_without_its_bytes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_garbage_costs_one_line_of_log_without_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     chunked = "Transfer-Encoding: chunked"
     requests: list[bytes] = [
         b"garbage\r\n\r\n",

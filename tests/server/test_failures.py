@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import data_object
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.room import DiskRoom
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server import app as application, metrics as server_metrics
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 from tests.server.serving import get, metric, serving
+from tests.stores.conformance import failing
 
 pytestmark = pytest.mark.process
 
@@ -36,16 +36,12 @@ def no_line_was_logged_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def errors() -> Iterator[tuple[str, int, Exception]]:
     no_room, locked = OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("database is locked")
     locked.sqlite_errorname = "SQLITE_BUSY"
-    yield "full:ENOSPC", 507, store_error("full", no_room)
-    yield "io:SQLITE_BUSY", 507, store_error("io", locked)
+    full, busy = StoreError("full", f"writing: {no_room}"), StoreError("io", f"writing: {locked}")
+    full.__cause__, busy.__cause__ = no_room, locked
+    yield "full:ENOSPC", 507, full
+    yield "io:SQLITE_BUSY", 507, busy
     yield "io", 507, StoreError("io", "the store is closed")
     yield "bug:KeyError", 500, KeyError("oops")
-
-
-def store_error(reason: str, cause: Exception) -> StoreError:
-    error = StoreError(reason, f"writing: {cause}")  # type: ignore[arg-type]
-    error.__cause__ = cause
-    return error
 
 
 @pytest.mark.parametrize(("cause", "status", "error"), list(errors()))
@@ -74,15 +70,6 @@ async def test_a_failure_is_logged_once_and_counted(
         assert [record.getMessage() for record in lines] == [f"PUT {OBJECT} failed ({cause}): {error}"]
 
 
-async def test_a_client_s_mistake_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(tmp_path) as (_, session):
-        caplog.clear()
-        for path, status in ((OBJECT, 404), (f"{wire.Route.OBJECTS}/bad", 400), ("/elsewhere", 404)):
-            await get(session, path, status)
-        assert await metric(session, "failures_total") == 0
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     ("at", "number"),
     [
@@ -93,9 +80,7 @@ async def test_a_client_s_mistake_is_no_failure(tmp_path: Path, caplog: pytest.L
         ("fsync", errno.EIO),
     ],
 )
-async def test_a_disk_that_refuses_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, number: int
-) -> None:
+async def test_a_disk_refusing_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, number: int) -> None:
     """Each object is sent once, and the store says that it takes none, until one is written."""
     call = getattr(os, at)
 
@@ -108,39 +93,30 @@ async def test_a_disk_that_refuses_writes(
     async with serving(tmp_path) as (server, session):
         store = HttpStore(server.url)
 
-        async def put(content: bytes) -> str | None:
-            """Return why an object is not written, None if it is."""
-            try:
-                await store.put(data_object(content), content)
-            except StoreError as e:
-                return e.reason
-            return None
-
         async def health() -> str:
             """Return why nothing can be written, "" if it can."""
             found = await get(session, wire.Route.HEALTH)
             assert found["status"] == ("ok" if found["write_problem"] is None else "read_only")
             return found["write_problem"] or ""
 
-        assert await put(b"first") is None
+        await store.put(data_object(b"first"), b"first")
         assert await health() == ""
         with monkeypatch.context() as broken:
             broken.setattr(f"sgl_kvfetch.directory.files.os.{at}", fail)
-            assert await put(b"second") == ("full" if number in (errno.ENOSPC, errno.EFBIG) else "io")
+            with failing("full" if number in (errno.ENOSPC, errno.EFBIG) else "io"):
+                await store.put(data_object(b"second"), b"second")
             assert await metric(session, "requests_total", method="PUT", status="507") == 1
             assert os.strerror(number) in await health()
         if number != errno.ENOSPC:  # the disk has more free bytes by now, perhaps
             assert os.strerror(number) in await health()
             assert os.strerror(number) in (await get(session, wire.Route.HEALTH, 503, write=""))["write_problem"]
-        assert await put(b"third") is None
+        await store.put(data_object(b"third"), b"third")
         assert await health() == ""
         assert (await get(session, wire.Route.HEALTH, write=""))["write_problem"] is None
         await store.close()
 
 
-async def test_a_store_that_nobody_writes_to_any_more_finds_out_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_nobody_writes_to_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load balancer sends no writes to a store that takes none."""
     store = LocalStore(tmp_path)
     await store.put(data_object(b"first"), b"first")
@@ -150,27 +126,10 @@ async def test_a_store_that_nobody_writes_to_any_more_finds_out_by_itself(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(StoreError, match="Input/output error"):
+    with failing("io", "Input/output error"):
         await store.put(data_object(b"second"), b"second")
     for later_s, is_broken in ((0, True), (100, True), (150, True), (300, False)):
         monkeypatch.setattr("sgl_kvfetch.directory.room.time.monotonic", lambda s=later_s: now + s)
         monkeypatch.setattr(os, "fsync", fail if is_broken else fsync)
         assert ((await store.usage()).write_problem is not None) == is_broken
     await store.close()
-
-
-async def test_an_object_that_never_fits_is_sent_once_and_evicts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DiskRoom, "_free_bytes", lambda room: 1 << 20)
-    monkeypatch.setattr(DiskRoom, "_reserve_bytes", lambda room: 0)
-    async with serving(tmp_path) as (server, session):
-        store = HttpStore(server.url)
-        await store.put(data_object(b"first"), b"first")
-        with pytest.raises(StoreError) as caught:
-            await store.put(data_object(b"large"), bytes(4 << 20))
-        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
-        assert await metric(session, "requests_total", method="PUT", status="413") == 1
-        assert await store.get(data_object(b"first")) == b"first"
-        assert (await get(session, wire.Route.HEALTH))["write_problem"] is None
-        await store.close()

@@ -10,18 +10,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch import processes
-from sgl_kvfetch.codec.container.encryption import StoreKeys
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import StoreKeys
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.server import run
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import TokenFile
-from sgl_kvfetch.stores import Pin, wire
+from sgl_kvfetch.stores import Pin, TlsFiles, wire
 from sgl_kvfetch.stores.notes import put_pin
-from sgl_kvfetch.stores.remote import TlsFiles
-from tests.segments import put_all, using
 from tests.server.serving import serving
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)
@@ -61,18 +59,23 @@ async def test_no_answer_but_the_page_s_has_the_store_s_path(tmp_path: Path, in_
     assert failed
 
 
-def test_files_of_pins_are_their_owner_s(tmp_path: Path) -> None:
-    pin = Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes))
-    before = os.umask(0o022)
+def modes(root: Path) -> dict[str, tuple[bool, int]]:
+    return {path.name: (path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in root.rglob("*")}
+
+
+async def test_files_are_their_owner_s(tmp_path: Path) -> None:
+    store, before = LocalStore(tmp_path), os.umask(0o022)
     try:
-        put_all(LocalStore(tmp_path), SEGMENT)
-        using(LocalStore(tmp_path), lambda store: put_pin(store, pin))
+        await put_segment(store, SEGMENT)
+        await put_pin(store, Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes)))
+        async with store.upload(data_object(b"x")) as upload:
+            await upload.write(b"x")
+            found = modes(tmp_path)
     finally:
         os.umask(before)
-    found = list(tmp_path.rglob("*"))
-    assert {".pins", ".catalog", FOLDER} <= {path.name for path in found}
-    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in found}
-    assert modes == {(True, 0o700), (False, 0o600)}
+        await store.close()
+    assert {".pins", ".catalog", ".unfinished", FOLDER} <= set(found)
+    assert set(found.values()) == {(True, 0o700), (False, 0o600)}
 
 
 @pytest.mark.parametrize(
@@ -123,16 +126,3 @@ async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path) 
             authorised = headers | {"Authorization": "Bearer secret"}
             async with closed.get(wire.Route.SUMMARY, headers=authorised) as answer:
                 assert answer.status == 200  # whoever knows the token
-
-
-@pytest.mark.process
-async def test_the_page_answers_head(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, session):
-        for path in wire.PAGE_PATHS:
-            async with session.get(path) as answer:
-                size = len(await answer.read())
-            async with session.head(path) as answer:
-                assert (answer.status, answer.content_length, await answer.read()) == (200, size, b"")
-        async with session.get(wire.Route.SUMMARY) as answer:
-            counted = (await answer.json())["history"][-1]["values"]
-    assert not [name for name in counted if name.startswith("requests_total")]

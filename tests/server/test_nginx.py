@@ -17,8 +17,7 @@ from harness.small_segments import data_object
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores import Store, wire
 from sgl_kvfetch.stores.http import HttpStore
 from tests.stores.conformance import AdminStoreConformance
 

@@ -15,9 +15,7 @@ from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.notes import Pin, ProfileRow
+from sgl_kvfetch.stores import ObjectInfo, Pin, ProfileRow, wire
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
 OPERATIONS: dict[tuple[str, str], Any] = {
@@ -62,4 +60,6 @@ async def test_each_operation_needs_the_role_that_the_document_names(tmp_path: P
                 query = {"prefix": "0/"} if method == "DELETE" and path == wire.Route.OBJECTS else {}
                 async with session.request(method, path.format(**values), headers=headers, params=query) as response:
                     allowed = response.status not in (401, 403)
+                    if response.status == 401 and needed is not None and method != "HEAD":
+                        assert f"with the role {needed.name.lower()}" in await response.text()
                 assert allowed == (needed is None or (role is not None and role >= needed)), (method, path, role)

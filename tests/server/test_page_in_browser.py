@@ -22,9 +22,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 from harness.small_segments import make_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.prompts import page_hashes
-from sgl_kvfetch.stores.notes import publish_profile
+from sgl_kvfetch.stores import publish_profile
 from tests.segments import put_all, using
 from tests.stores.test_profiles import NO_KEYS, save
 
@@ -121,17 +121,20 @@ def test_it_asks_for_a_token(browser: Browser, url: str) -> None:
 
 
 def test_what_is_stored(page: Browser) -> None:
-    assert "of 1.0 GiB" in page.text("#bars")
-    assert "conformance," in {row.split()[0] for row in page.texts("#folders tbody tr")}
-    page.click("#folders tbody a")
-    page.click("#segments tbody a")
-    assert "pages of 1" in page.text("#segment dl")
-
-
-def test_title_and_heading_name_the_store(page: Browser) -> None:
+    """Title and heading name the store, and a model is called what a writer says."""
     name = f"{socket.gethostname()}:"
     assert page.text("h1").startswith(f"kvfetch store {name}/")
     assert page.driver.title.startswith(f"{name}/")
+    assert "of 1.0 GiB" in page.text("#bars")
+    assert "conformance," in {row.split()[0] for row in page.texts("#folders tbody tr")}
+    assert EVIL in page.text("#folders")
+    assert not page.all("#folders img")
+    (row,) = page.texts("#profiles tbody tr")
+    assert row.startswith("numbers ")
+    assert "take it" in row
+    page.click("#folders tbody a")
+    page.click("#segments tbody a")
+    assert "pages of 1" in page.text("#segment dl")
 
 
 def test_a_segment_has_an_address(page: Browser) -> None:
@@ -151,28 +154,36 @@ def test_a_segment_has_an_address(page: Browser) -> None:
     page.find("#segments tbody a")
 
 
-def test_failures_are_grouped_by_cause(page: Browser) -> None:
+LONG = "organisation/a-model-of-a-name-that-is-longer-than-most-70B-Instruct"
+
+
+def test_failures_clients_audits_and_long_names(page: Browser) -> None:
+    """Failures are grouped by cause, what audits found comes with what to do, and a laptop shows names whole."""
     page.freeze()
-    page.driver.execute_script("""
+    page.driver.execute_script(
+        """
         const failure = (at_s, client, cause) => ({ at_s, client, cause, what: `PUT ${at_s}`, message: "" });
         latest.now_s = 100;
         latest.failures = [failure(10, "a", "io:EIO"), failure(20, "b", "full"), failure(30, "c", "io:EIO")];
         latest.history.at(-1).values["failures_total:io:EIO"] = 7;
-        drawFailures(latest);""")
-    assert [row.text for row in page.all("#causes tbody tr")] == [
-        "io:EIO 7 70 s ago a, c PUT 30:",
-        "full 1 80 s ago b PUT 20:",
-    ]
-    page.click("#causes tbody a")
-    wait_until(
-        lambda: [row.text.split()[-2:] for row in page.all("#cause tbody tr")] == [["PUT", "30:"], ["PUT", "10:"]]
+        latest.clients = [{ address: "10.0.0.7", lookups: 1200, reads: 3, writes: 4, read_bytes: 2048,
+            written_bytes: 1, last_s: 40 }];
+        const told = (client, typical, advice, off = "") => ({ client, told_s: 40, says: "it fits",
+            advice, audits: { typical, ratio: 2 * typical, off } });
+        latest.folders[0].audits = [told("a", 0.5, ""), told("b", 1.75, "calibrate"), told("c", 0, "see", "wrong")];
+        latest.folders[0].model = arguments[0];
+        for (const part of [drawFailures, drawClients, drawAudits, drawFolders]) part(latest);""",
+        LONG,
     )
-
-
-def test_profiles_are_shown(page: Browser) -> None:
-    (row,) = page.texts("#profiles tbody tr")
-    assert row.startswith("numbers ")
-    assert "take it" in row
+    assert page.texts("#clients tbody tr") == ["10.0.0.7 1,200 3 2.0 KiB 4 1 B 60 s ago"]
+    assert any(LONG in row.replace("\n", "") for row in page.texts("#folders tbody tr"))
+    rows = [" ".join(row.split()) for row in page.texts("#audits tbody tr")]
+    assert [row.partition("it fits")[2] for row in rows] == [". What to do: see", ". What to do: calibrate", ""]
+    assert " b " in rows[1]
+    assert " 1.75x 3.50x " in rows[1]
+    assert page.texts("#causes tbody tr") == ["io:EIO 7 70 s ago a, c PUT 30:", "full 1 80 s ago b PUT 20:"]
+    page.click("#causes tbody a")
+    wait_until(lambda: [row.split()[-2:] for row in page.texts("#cause tbody tr")] == [["PUT", "30:"], ["PUT", "10:"]])
 
 
 def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> None:
@@ -218,39 +229,6 @@ def test_charts_and_tiles_say_what_was_when_and_leave_out_what_was_not_asked(pag
     ]
 
 
-def test_who_reads_and_writes(page: Browser) -> None:
-    page.freeze()
-    page.driver.execute_script(
-        """latest.clients = [{ address: "10.0.0.7", lookups: 1200, reads: 3, writes: 4, read_bytes: 2048,
-            written_bytes: 1, last_s: latest.now_s - 60 }];
-        drawClients(latest);"""
-    )
-    (row,) = page.texts("#clients tbody tr")
-    assert row == "10.0.0.7 1,200 3 2.0 KiB 4 1 B 60 s ago"
-
-
-def test_long_names_are_whole(page: Browser) -> None:
-    """A laptop shows them without a pointer."""
-    page.freeze()
-    name = "organisation/a-model-of-a-name-that-is-longer-than-most-70B-Instruct"
-    page.driver.execute_script("latest.folders[0].model = arguments[0]; drawFolders(latest);", name)
-    assert any(name in row.replace("\n", "") for row in page.texts("#folders tbody tr"))
-
-
-def test_what_audits_found_comes_with_what_to_do(page: Browser) -> None:
-    page.freeze()
-    page.driver.execute_script(
-        """const told = (client, typical, advice, off = "") => ({ client, told_s: latest.now_s - 60, says: "it fits",
-            advice, audits: { typical, ratio: 2 * typical, off } });
-        latest.folders[0].audits = [told("a", 0.5, ""), told("b", 1.75, "calibrate"), told("c", 0, "see", "wrong")];
-        drawAudits(latest);"""
-    )
-    rows = [" ".join(row.text.split()) for row in page.all("#audits tbody tr")]
-    assert [row.partition("it fits")[2] for row in rows] == [". What to do: see", ". What to do: calibrate", ""]
-    assert " b " in rows[1]
-    assert " 1.75x 3.50x " in rows[1]
-
-
 VERDICTS = [
     ("", "Healthy"),
     ("s.write_problem = 'the disk is full'", "Read only: the disk is full"),
@@ -285,12 +263,6 @@ def test_the_verdict_comes_first(page: Browser) -> None:
         assert page.driver.execute_script(script) == verdict
 
 
-def test_names_are_text(page: Browser) -> None:
-    """A model is called what a writer says."""
-    assert EVIL in page.text("#folders")
-    assert not page.all("#folders img")
-
-
 def test_a_table_s_place_survives_an_update(page: Browser) -> None:
     """Somebody at the keyboard stays in the row where they are."""
     second = "document.querySelectorAll('#folders tbody a')[1]"
@@ -316,15 +288,15 @@ def test_texts_stand_out_from_the_background(page: Browser, scheme: str) -> None
 
 def contrast(one: str, other: str) -> float:
     """Return the contrast of two colours, ``#rgb`` or ``#rrggbb``, as WCAG defines it."""
+
+    def luminance(colour: str) -> float:
+        width = len(colour) // 3
+        parts = [int((colour[i : i + width] * 2)[:2], 16) / 255 for i in range(1, len(colour), width)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour: str) -> float:
-    digits = colour.lstrip("#")
-    parts = [digits[i : i + 2] for i in (0, 2, 4)] if len(digits) == 6 else [2 * digit for digit in digits]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (int(p, 16) / 255 for p in parts)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_nothing_was_refused_or_failed_in_the_page(page: Browser) -> None:

@@ -20,10 +20,10 @@ from sgl_kvfetch.server import tokens
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
-from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import object_digest
+from sgl_kvfetch.stores import object_digest, wire
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.user_files import TOKEN_ENV
+from tests.stores.conformance import failing
 
 TOKENS = """
 # Readers
@@ -62,17 +62,14 @@ def test_a_file_that_breaks_keeps_its_tokens(tmp_path: Path, caplog: pytest.LogC
     path = tmp_path / "tokens"
     path.write_text("read r")
     tokens = TokenFile(path)
-    path.write_text("s3cret and more")
-    tokens.files.reload(if_changed=True)
-    assert tokens.role_of("Bearer r") == Role.READ
+    for text, role in (("s3cret and more", Role.READ), (None, Role.READ), ("write r", Role.WRITE)):
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        tokens.files.reload(if_changed=True)
+        assert tokens.role_of("Bearer r") == role
     assert "keeping the old tokens" in caplog.text
     assert "s3cret" not in caplog.text
-    path.unlink()
-    tokens.files.reload(if_changed=True)
-    assert tokens.role_of("Bearer r") == Role.READ
-    path.write_text("write r")
-    tokens.files.reload(if_changed=True)
-    assert tokens.role_of("Bearer r") == Role.WRITE
 
 
 @pytest.fixture
@@ -81,17 +78,6 @@ async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     path.write_text(TOKENS)
     async with running_server(ServerConfig(tmp_path / "store", port=0, token_file=path)) as server:
         yield server
-
-
-@pytest.mark.process
-async def test_whoever_has_no_token_is_told_the_role_that_it_needs(server: RunningServer) -> None:
-    pin, name = f"{wire.Route.NOTES}/pins/{'0' * 64}", f"{wire.Route.OBJECTS}/{FOLDER}/x"
-    needed = {("GET", pin): "read", ("PUT", name): "write", ("PUT", pin): "admin", ("DELETE", pin): "admin"}
-    async with aiohttp.ClientSession(server.url) as session:
-        for (method, path), role in needed.items():
-            async with session.request(method, path) as response:
-                assert response.status == 401
-                assert f"with the role {role}" in await response.text()
 
 
 @pytest.mark.process
@@ -111,14 +97,6 @@ async def test_refused_clients_are_logged_once_a_minute_without_their_tokens(
         assert line.endswith(f"from 127.0.0.1: it has {said}" if token != "r1" else said)
         assert line.isprintable()
         assert "s3cret" not in line
-
-
-def test_many_clients_cost_a_bounded_number_of_lines_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    limited = LimitedLogger(tokens.logger)
-    for client in range(1500):
-        limited.warning(f"refused {client}", "refused")
-    assert len(caplog.records) == 1001
-    assert len(limited._next_s) == 1001
 
 
 @pytest.mark.process
@@ -163,9 +141,8 @@ async def test_a_writer_stores_and_deletes_segments(server: RunningServer) -> No
     assert (await store.lookup(FOLDER, page_hashes(4))).num_pages == 4
     assert await store.delete_prefix(FOLDER + "/") == 2
     for prefix in ("", FOLDER):  # which may be that of another namespace, too
-        with pytest.raises(StoreError) as caught:
+        with failing("unauthorised"):
             await store.delete_prefix(prefix)
-        assert caught.value.reason == "unauthorised"
     await store.close()
 
 

@@ -15,26 +15,22 @@ import pytest
 from harness.small_segments import NAMESPACE, make_segment, page_hashes
 from harness.waiting import until
 from sgl_kvfetch import __version__
-from sgl_kvfetch.codec.container.encryption import StoreKeys
-from sgl_kvfetch.codec.container.protect import secure_segment
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import StoreKeys, secure_segment
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import web as pages
 from sgl_kvfetch.server.metrics import AnswerTimes, ServerMetrics
 from sgl_kvfetch.status import Audits
-from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores import NoteKind, wire
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.notes import NoteKind, seal_profile
+from sgl_kvfetch.stores.notes import seal_profile
 from tests.odd_segments import odd_segments
 from tests.segments import with_labels
 from tests.server.serving import get, serving
 from tests.stores.test_profiles import KEYS, save
 
 pytestmark = pytest.mark.process
-
-AUTHORISED = {"Authorization": "Bearer secret"}
 
 
 def test_namespaces_that_differ_look_different() -> None:
@@ -54,49 +50,67 @@ def test_namespaces_that_differ_look_different() -> None:
     )
 
 
-async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
+async def test_the_page_itself_needs_no_token(tmp_path: Path) -> None:
+    kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
     async with serving(tmp_path, token="secret") as (_, session):
-        kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
         for path in wire.PAGE_PATHS:
-            async with session.get(path) as response:
-                assert (response.status, response.content_type) == (200, kinds[Path(path).suffix])
-                policy = response.headers["Content-Security-Policy"]
+            async with session.get(path) as answer:
+                assert (answer.status, answer.content_type) == (200, kinds[Path(path).suffix])
+                policy, size = answer.headers["Content-Security-Policy"], len(await answer.read())
             assert policy.startswith("default-src 'none'")
             assert "unsafe" not in policy
-        for path in (wire.Route.SUMMARY, wire.Route.SEGMENTS, f"{wire.Route.SEGMENTS}/x"):
-            await get(session, path, status=401)
-        async with session.get(wire.Route.SUMMARY, headers=AUTHORISED) as response:
-            assert response.status == 200
+            async with session.head(path) as answer:
+                assert (answer.status, answer.content_length, await answer.read()) == (200, size, b"")
+        async with session.get(wire.Route.SUMMARY, headers={"Authorization": "Bearer secret"}) as answer:
+            counted = (await answer.json())["history"][-1]["values"]
+    assert not [name for name in counted if name.startswith("requests_total")]
 
 
-async def test_what_is_stored(tmp_path: Path) -> None:
-    long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
+async def test_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", 600.0)
+    both = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
+    long, short = (with_labels(segment, Labels("org/llama", "klt 6.5e-4")) for segment in both)
     async with serving(tmp_path, long, short) as (_, session):
         manifest = long.manifest
+        namespace = manifest.namespace
         asked = wire.LookupRequest(manifest.heads.folder, b"".join(page_hashes(9)))
         for _ in range(2):
             async with session.post(wire.Route.LOOKUP, data=msgspec.msgpack.encode(asked)) as response:
                 assert response.status == 200
         summary = await get(session, wire.Route.SUMMARY)
-        (folder,) = summary["folders"]
-        assert folder["cache"] == "bfloat16, pages of 1, layers 0"
-        assert folder["found_tokens"] == 2 * 8 * manifest.namespace.page_size
-        assert folder["folder"] == manifest.heads.folder
-        assert folder["model"] == manifest.namespace.model
-        assert folder["num_segments"] == 2
-        assert folder["num_tokens"] == 10 * manifest.namespace.page_size
-        assert folder["raw_bytes"] == 10 * manifest.geometry.page_bytes
+        assert await get(session, wire.Route.SUMMARY) == summary  # it may be some seconds old
         sizes = [len(each.data) + len(each.manifest.encode()) for each in (long, short)]
-        assert folder["stored_bytes"] == sum(sizes)
+        (folder,) = summary["folders"]
+        expected = {
+            "cache": "bfloat16, pages of 1, layers 0",
+            "found_tokens": 2 * 8 * namespace.page_size,
+            "folder": manifest.heads.folder,
+            "model": "org/llama",
+            "model_identity": namespace.model,
+            "quantiser": "klt 6.5e-4",
+            "quantiser_identity": namespace.quantiser,
+            "num_segments": 2,
+            "num_tokens": 10 * namespace.page_size,
+            "raw_bytes": 10 * manifest.geometry.page_bytes,
+            "stored_bytes": sum(sizes),
+        }
+        assert {key: folder[key] for key in expected} == expected
         assert summary["history"][-1]["values"]["stored_bytes"] == sum(sizes)
-        listed = await get(session, wire.Route.SEGMENTS, folder=folder["folder"])
-        assert {each["name"]: (each["num_pages"], each["stored_bytes"], each["is_pinned"]) for each in listed} == {
+        rows = {
             long.manifest.key.manifest_name: (8, sizes[0], False),
             short.manifest.key.manifest_name: (2, sizes[1], False),
         }
+        for prefix in ("", "8-", "2", "4-"):
+            listed = await get(session, wire.Route.SEGMENTS, folder=folder["folder"], prefix=prefix)
+            assert {each["name"]: (each["num_pages"], each["stored_bytes"], each["is_pinned"]) for each in listed} == {
+                name: row for name, row in rows.items() if name.partition("/")[2].startswith(prefix)
+            }
+        bad = await get(session, wire.Route.SEGMENTS, status=400, folder=folder["folder"], prefix="%")
+        assert "8-91ab" in bad["message"]
         assert await get(session, wire.Route.SEGMENTS, folder="0" * 32 + ".0-1") == []
         about = await get(session, f"{wire.Route.SEGMENTS}/{manifest.key.manifest_name}")
-        assert (about["model"], about["raw_bytes"]) == (manifest.namespace.model, manifest.raw_bytes)
+        assert (about["model"], about["quantiser"]) == ("org/llama", "klt 6.5e-4")
+        assert (about["model_identity"], about["raw_bytes"]) == (namespace.model, manifest.raw_bytes)
         missing = manifest.key.manifest_name.replace("8-", "4-")
         assert (await get(session, f"{wire.Route.SEGMENTS}/{missing}", status=404))["error"] == "not_found"
 
@@ -179,20 +193,7 @@ async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: p
             assert response.status == 404
 
 
-async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:
-    segment = with_labels(make_segment(page_hashes(8), 0, 8), Labels("org/llama", "klt 6.5e-4"))
-    async with serving(tmp_path, segment) as (_, session):
-        (folder,) = (await get(session, wire.Route.SUMMARY))["folders"]
-        about = await get(session, f"{wire.Route.SEGMENTS}/{segment.manifest.key.manifest_name}")
-    namespace = segment.manifest.namespace
-    for found in (folder, about):
-        assert (found["model"], found["quantiser"]) == ("org/llama", "klt 6.5e-4")
-        assert (found["model_identity"], found["quantiser_identity"]) == (namespace.model, namespace.quantiser)
-
-
-async def test_a_summary_has_the_last_failures_and_the_token_s_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_summary_has_failures_and_the_token_s_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(store: LocalStore, kind: NoteKind) -> None:
         raise StoreError("io", "a bad disk")
 
@@ -216,55 +217,28 @@ async def test_a_summary_has_the_last_failures_and_the_token_s_role(
         assert 0 < summary["disk_free_bytes"] < summary["disk_bytes"]
 
 
-async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
-    long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
-    folder = long.manifest.heads.folder
-    async with serving(tmp_path, long, short) as (_, session):
-        for prefix, segments in (("8-", [long]), ("2", [short]), ("4-", []), ("", [long, short])):
-            found = await get(session, wire.Route.SEGMENTS, folder=folder, prefix=prefix)
-            assert {each["name"] for each in found} == {each.manifest.key.manifest_name for each in segments}
-        assert "8-91ab" in (await get(session, wire.Route.SEGMENTS, status=400, folder=folder, prefix="%"))["message"]
-
-
-async def test_a_summary_may_be_some_seconds_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", 600.0)
-    async with serving(tmp_path) as (_, session):
-        first = await get(session, wire.Route.SUMMARY)
-        assert await get(session, wire.Route.SUMMARY) == first
-        assert first["folders"] == []
-
-
-async def test_looking_is_no_use(tmp_path: Path) -> None:
+async def test_looking_is_no_use_and_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     name = segment.manifest.key.manifest_name
     async with serving(tmp_path, segment) as (_, session):
-        folder = segment.manifest.heads.folder
-        (before,) = await get(session, wire.Route.SEGMENTS, folder=folder)
+        (before,) = await get(session, wire.Route.SEGMENTS, folder=segment.manifest.heads.folder)
         await get(session, wire.Route.SUMMARY)
         await get(session, f"{wire.Route.SEGMENTS}/{name}")
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        assert name in (await get(session, f"{wire.Route.SEGMENTS}/{name}", status=422))["message"]
     store = LocalStore(tmp_path)
     assert await store.last_uses([segment.manifest.key]) == [before["last_used_s"]]
     await store.close()
 
 
-async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
-    segment = make_segment(page_hashes(4), 0, 4)
-    name = segment.manifest.key.manifest_name
-    async with serving(tmp_path, segment) as (_, session):
-        path = tmp_path / name
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-        assert name in (await get(session, f"{wire.Route.SEGMENTS}/{name}", status=422))["message"]
-
-
 async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
     """Its names and sizes; no codecs."""
-    hashes = hashes_of([1, 2, 3, 4], 1, None)
-    segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(b"k" * 32))
-    name = segment.manifest.key.manifest_name
+    segment = secure_segment(make_segment(page_hashes(4), 0, 4), StoreKeys(b"k" * 32))
     async with serving(tmp_path, segment) as (_, session):
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
         assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
-        about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
+        about = await get(session, f"{wire.Route.SEGMENTS}/{segment.manifest.key.manifest_name}")
         assert [each["codecs"] for each in about["codings"]] == [["aes-256-gcm"]]
 
 

@@ -15,15 +15,14 @@ from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, running_s3_server, s3_config
 from harness.waiting import WAIT_S
-from sgl_kvfetch.directory.front import FrontStore
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory import FrontStore, LocalStore
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.base import AdminStore
+from sgl_kvfetch.stores import AdminStore, HttpOptions
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
+from sgl_kvfetch.stores.remote import RemoteStore
 from sgl_kvfetch.stores.s3 import S3Store
 
 

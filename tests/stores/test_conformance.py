@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.stores.base import AdminStore
+from sgl_kvfetch.stores import AdminStore
 from tests.stores.conformance import AdminStoreConformance
 from tests.stores.conftest import opened
 

@@ -21,8 +21,8 @@ import trustme
 from harness.small_segments import FOLDER, data_object, page_hashes
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 
 STATES = ("connecting", "handshake", "request", "head", "body", "idle")
 FAULTS = ("silent", "closed", "reset")
@@ -171,25 +171,22 @@ Begin = Callable[..., tuple[Server, HttpStore]]
 
 @pytest.fixture
 async def begin(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[Begin]:
-    servers: list[Server] = []
-    stores: list[HttpStore] = []
+    async with contextlib.AsyncExitStack() as stack:
 
-    def start(scheme: str, state: str, fault: str, options: HttpOptions = PATIENT) -> tuple[Server, HttpStore]:
-        context = None
-        if scheme == "https":
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            authority.issue_cert("127.0.0.1").configure_cert(context)
-            authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-            options = replace(options, tls=TlsFiles(ca=str(tmp_path / "ca.pem")))
-        servers.append(Server(state, fault, context))
-        stores.append(HttpStore(f"{scheme}://127.0.0.1:{servers[-1].port}", options=options))
-        return servers[-1], stores[-1]
+        def start(scheme: str, state: str, fault: str, options: HttpOptions = PATIENT) -> tuple[Server, HttpStore]:
+            context = None
+            if scheme == "https":
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                authority.issue_cert("127.0.0.1").configure_cert(context)
+                authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+                options = replace(options, tls=TlsFiles(ca=str(tmp_path / "ca.pem")))
+            server = Server(state, fault, context)
+            stack.callback(server.close)
+            store = HttpStore(f"{scheme}://127.0.0.1:{server.port}", options=options)
+            stack.push_async_callback(store.close)
+            return server, store
 
-    yield start
-    for store in stores:
-        await store.close()
-    for server in servers:
-        server.close()
+        yield start
 
 
 def call(store: HttpStore, kind: str, into: bytearray) -> Coroutine[Any, Any, object]:
@@ -216,9 +213,7 @@ CELLS = [each for each in product(("http", "https"), CALLS, STATES) if (each[0],
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("scheme", "kind", "state"), CELLS)
-async def test_each_call_ends_and_the_next_one_is_well(
-    begin: Begin, scheme: str, kind: str, state: str, fault: str
-) -> None:
+async def test_calls_end_and_the_next_is_well(begin: Begin, scheme: str, kind: str, state: str, fault: str) -> None:
     server, store = begin(scheme, state, fault)
     if state == "idle":
         await call(store, kind, bytearray(len(CONTENT)))

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 
 import pytest
 
-from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.codec.container.encryption import StoreKeys
+from sgl_kvfetch.codec import StoreKeys
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.stores import Breaker, HttpOptions, Lookup, Store
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
-from sgl_kvfetch.stores.remote import Breaker, HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from tests.stores.conformance import failing
 
@@ -57,7 +54,11 @@ def manifest_name(first_page: int, num_pages: int) -> str:
     return make_segment(CHAIN, first_page, num_pages).manifest.key.manifest_name
 
 
-async def test_a_hit_takes_a_get_for_each_segment(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+async def test_a_hit_takes_a_get_a_segment_and_a_miss_one_a_length(
+    store: IndexedS3Store, s3_proxy: FaultyProxy
+) -> None:
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    assert len(s3_proxy.requests) == 6  # lengths 1 to 32
     await put(store, (0, 16), (16, 8))
     s3_proxy.requests.clear()
     assert parts(await store.lookup(FOLDER, CHAIN[3:20])) == [(3, 13), (0, 4)]
@@ -66,29 +67,13 @@ async def test_a_hit_takes_a_get_for_each_segment(store: IndexedS3Store, s3_prox
     )
 
 
-async def test_a_miss_asks_for_names_once(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
-    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
-    assert len(s3_proxy.requests) == 6  # lengths 1 to 32
-
-
-async def test_deleting_a_manifest_removes_its_pages(
-    store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy
-) -> None:
+async def test_a_deleted_manifest_has_no_pages(store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy) -> None:
     await put(store, (0, 16), (16, 8))
     s3_proxy.requests.clear()
     assert await store.delete(manifest_name(0, 16))
     assert len(s3_proxy.requests) == 2
     assert [entry is not None for entry in await pages.find(FOLDER, CHAIN)] == [False] * 16 + [True] * 8 + [False] * 8
     assert not await store.delete(manifest_name(0, 16))
-
-
-async def test_after_a_merge_halves_are_not_needed(store: IndexedS3Store) -> None:
-    await put(store, (0, 4), (4, 4), (0, 8))
-    for half in ((0, 4), (4, 4)):
-        await store.delete(manifest_name(*half))
-    for first in range(8):
-        assert parts(await store.lookup(FOLDER, CHAIN[first:8])) == [(first, 8 - first)]
-    assert parts(await store.lookup(FOLDER, CHAIN[:3])) == [(0, 3)]
 
 
 async def test_pages_are_entered_again_after_a_flush(
@@ -120,45 +105,37 @@ async def test_a_page_that_the_index_lost_does_not_hide_the_others(store: Indexe
         assert 0 <= skipped < skipped + num_pages <= end - first
 
 
-async def test_an_object_that_was_deleted_behind_the_index_is_a_miss(
-    s3: S3Server, store: IndexedS3Store, pages: PageIndex
-) -> None:
-    await put(store, (0, 16), (16, 8))
+async def test_what_is_gone_behind_the_index_is_a_miss(s3: S3Server, store: IndexedS3Store, pages: PageIndex) -> None:
     plain = S3Store(URL, config=s3.config)
+
+    async def until_known(*expected: int | None) -> None:
+        """Wait until the index leads to segments of these orders."""
+
+        async def are_known() -> bool:
+            found = await pages.find(FOLDER, CHAIN[: len(expected)])
+            return [entry and entry.order for entry in found] == list(expected)
+
+        await until(are_known)
+
+    await put(store, (0, 16), (16, 8), (0, 4))
     await plain.delete(manifest_name(16, 8))
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
-
-    async def knows(expected: list[bool]) -> bool:
-        return [entry is not None for entry in await pages.find(FOLDER, CHAIN)] == expected
-
-    await until(lambda: knows([True] * 16 + [False] * 16))
+    await until_known(*[4] * 16, *[None] * 16)
     await plain.delete(manifest_name(0, 16))
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]  # the shorter one
+    await until_known(*[2] * 4, *[None] * 28)
+    await plain.delete(manifest_name(0, 4))
     assert await store.lookup(FOLDER, CHAIN) == Lookup(())
-    await until(lambda: knows([False] * 32))
+    await until_known(*[None] * 32)
 
 
-async def test_a_shorter_segment_is_found_when_the_longer_one_is_gone(
-    s3: S3Server, store: IndexedS3Store, pages: PageIndex
-) -> None:
-    await put(store, (0, 8), (0, 4))
-    await S3Store(URL, config=s3.config).delete(manifest_name(0, 8))
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
-
-    async def leads_to_the_shorter() -> bool:
-        found = await pages.find(FOLDER, CHAIN[:8])
-        return [entry and entry.order for entry in found] == [2] * 4 + [None] * 4
-
-    await until(leads_to_the_shorter)
-
-
-async def test_entries_that_lie_never_give_wrong_pages(
-    store: IndexedS3Store, index: RedisProcess, pages: PageIndex
-) -> None:
+async def test_lying_entries_give_no_wrong_pages(store: IndexedS3Store, index: RedisProcess, pages: PageIndex) -> None:
     other = page_hashes(8, "another", branch_at=4)
-    await put(store, (0, 8))
-    await put_segment(store, make_segment(other, 0, 8))
-    keys = {page: key for page, key in zip(CHAIN, pages._page_keys(FOLDER, CHAIN), strict=True)}
-    good = Entry(0, 3, CHAIN[7])
+    segments = [make_segment(chain, 0, 8) for chain in (CHAIN, other)]
+    for segment in segments:
+        await put_segment(store, segment)
+    manifests = {segment.manifest.encode(): segment.manifest for segment in segments}
+    keys = pages._page_keys(FOLDER, CHAIN[:8])
     for lie in (
         Entry(0, 3, other[7]),  # the segment of another branch
         Entry(8, 3, CHAIN[7]),  # at another position
@@ -167,45 +144,30 @@ async def test_entries_that_lie_never_give_wrong_pages(
         Entry(0, 20, b"\0" * 32),  # of no segment
         Entry((1 << 64) - 1, 3, CHAIN[7]),
     ):
-        for page in range(8):
-            index.client.set(keys[CHAIN[page]], lie.encode())
-        found = await store.lookup(FOLDER, CHAIN[:8])
-        pos = 0
-        for hit in found.hits:
-            asked = CHAIN[pos : pos + hit.num_pages]
-            manifest = make_segment(CHAIN, 0, 8).manifest
-            if hit.manifest != manifest.encode():
-                manifest = make_segment(other, 0, 8).manifest
-                assert hit.manifest == manifest.encode()
-            assert list(manifest.page_hashes[hit.first_page : hit.first_page + hit.num_pages]) == asked
-            pos += hit.num_pages
+        for key in keys:
+            index.client.set(key, lie.encode())
+        found: list[bytes] = []
+        for hit in (await store.lookup(FOLDER, CHAIN[:8])).hits:
+            found += manifests[hit.manifest].page_hashes[hit.first_page : hit.first_page + hit.num_pages]
+        assert found == CHAIN[: len(found)]
         await store._mending.join()
-        for page in range(8):
-            index.client.set(keys[CHAIN[page]], Entry(page, 3, good.last_page_hash).encode())
+        for page, key in enumerate(keys):
+            index.client.set(key, Entry(page, 3, CHAIN[7]).encode())
         assert parts(await store.lookup(FOLDER, CHAIN[:8])) == [(0, 8)]
 
 
 async def test_a_manifest_with_other_pages_is_not_used(s3: S3Server, store: IndexedS3Store) -> None:
     await put(store, (0, 8))
-    wrong = make_segment(page_hashes(8, "another"), 0, 8).manifest.encode()
-    await S3Store(URL, config=s3.config).put(manifest_name(0, 8), wrong)
-    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
-    await S3Store(URL, config=s3.config).put(manifest_name(0, 8), b"nonsense")
-    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    for content in (make_segment(page_hashes(8, "another"), 0, 8).manifest.encode(), b"nonsense"):
+        await S3Store(URL, config=s3.config).put(manifest_name(0, 8), content)
+        assert await store.lookup(FOLDER, CHAIN) == Lookup(())
 
 
-@pytest.mark.parametrize(
-    "dies",
-    [pytest.param(True, marks=pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)), False],
-    ids=["dies", "was never there"],
-)
-async def test_a_dead_index_costs_nothing_but_round_trips(
-    dies: bool, s3: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
+async def test_a_dead_index_costs_nothing_but_round_trips(s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
     failures: list[StoreError] = []
-    with RedisProcess() if dies else nullcontext() as redis:
-        url = f"redis://127.0.0.1:{free_port()}" if redis is None else redis.url
-        options = IndexOptions(url, timeout_s=WAIT_S, on_failure=failures.append)
+    with RedisProcess() as redis:
+        options = IndexOptions(redis.url, timeout_s=WAIT_S, on_failure=failures.append)
         store = IndexedS3Store(URL, options, config=s3.config)
         store._index._breaker = Breaker(first_pause_s=10 * WAIT_S)
         await put(store, (0, 16))
@@ -229,28 +191,24 @@ async def test_a_hanging_index_is_given_up_in_time(s3: S3Server, index: RedisPro
         await store.close()
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (Fault("error", status=503), "server"),
-        (Fault("error", status=404), "protocol"),  # which is not S3's
-        (Fault("close", after_bytes=20), "truncated"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else x.kind,
-)
 async def test_failures_of_s3_are_errors_and_the_index_forgets_nothing(
-    store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy, fault: Fault, reason: str
+    store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy
 ) -> None:
     await put(store, (0, 16))
     await s3_proxy.set(Fault("error", status=503, times=1))
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
-    await s3_proxy.set(fault)
-    with failing(reason):
-        await store.lookup(FOLDER, CHAIN)
-    await store._mending.join()
-    assert None not in await pages.find(FOLDER, CHAIN[:16])
-    await s3_proxy.set(None)
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
+    for fault, reason in (
+        (Fault("error", status=503), "server"),
+        (Fault("error", status=404), "protocol"),  # which is not S3's
+        (Fault("close", after_bytes=20), "truncated"),
+    ):
+        await s3_proxy.set(fault)
+        with failing(reason):
+            await store.lookup(FOLDER, CHAIN)
+        await store._mending.join()
+        assert None not in await pages.find(FOLDER, CHAIN[:16])
+        await s3_proxy.set(None)
+        assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
 
 
 async def test_encrypted_manifests_are_entered_too(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:

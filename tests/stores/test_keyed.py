@@ -7,21 +7,18 @@ import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch import user_files
-from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
-from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import NO_KEYS, StoreKeys, decode_manifest, open_manifest, secure_segment
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import keyed
-from sgl_kvfetch.stores.base import Lookup, object_digest
-from sgl_kvfetch.stores.keyed import KeyedStore, with_keys
+from sgl_kvfetch.stores import Lookup, keyed, object_digest, with_keys
+from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 from sgl_kvfetch.user_files import FreshFiles
 
 CHAIN = page_hashes(8)
 KEY = b"k" * 32
 KEYS, OTHERS = StoreKeys(KEY), StoreKeys(b"o" * 32)
-FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
+FIRST = make_segment(CHAIN, 0, 4)
 NAME = FIRST.manifest.key.manifest_name
 
 
@@ -67,9 +64,11 @@ async def test_replacing_compares_with_what_the_store_holds(encrypted: KeyedStor
     assert await encrypted.get(NAME) == after
 
 
-async def test_nonsense_is_not_put(encrypted: KeyedStore) -> None:
+async def test_what_is_not_encrypted_is_not_put(encrypted: KeyedStore) -> None:
     with pytest.raises(StoreError, match="not a manifest"):
         await encrypted.put(NAME, b"nonsense")
+    with pytest.raises(AssertionError, match="must be encrypted"):
+        await encrypted.put(NAME, FIRST.manifest.encode())
     with pytest.raises(StoreError, match="only a whole manifest"):
         await encrypted.get(NAME, 5, 10)
 
@@ -79,11 +78,9 @@ async def test_encrypted_segments_are_found_by_their_pages(plain: LocalStore, en
     await put_segment(encrypted, FIRST)
     (hit,) = (await encrypted.lookup(FOLDER, CHAIN)).hits
     assert parts(await plain.lookup(FOLDER, CHAIN)) == [(0, 4)]
-    manifest = decode_manifest(hit.manifest)
-    assert manifest.key_ids == KEYS.ids
-    data = await plain.get(manifest.data_name(manifest.variants[0]))
-    assert data is not None
-    assert FIRST.data[:16] not in data
+    assert decode_manifest(hit.manifest).key_ids == KEYS.ids
+    for name in decode_manifest(hit.manifest).data_names:
+        assert FIRST.data[:16] not in (await plain.get(name) or FIRST.data)
 
 
 @pytest.mark.parametrize("keys", [NO_KEYS, OTHERS])
@@ -102,28 +99,20 @@ async def test_what_others_encrypted_or_did_not_is_a_miss_that_names_the_key(
     assert parts(await encrypted.lookup(FOLDER, CHAIN)) == [(0, 4)]
 
 
-async def test_what_must_be_encrypted_is_never_put_without_it(encrypted: KeyedStore) -> None:
-    with pytest.raises(AssertionError, match="must be encrypted"):
-        await encrypted.put(NAME, FIRST.manifest.encode())
-
-
 async def test_the_encoder_encrypts_and_names_the_key_that_it_lacks(plain: LocalStore, encrypted: KeyedStore) -> None:
     await put_segment(encrypted, FIRST)
     before = await plain.get(NAME)
     options = EncodeOptions(targets=make_targets(["deflate"], ["240p"]), workers=1, grace_s=0)
-    without = Encoder(plain, options)
-    await without.run_once()
-    await without.close()
-    assert f"encrypted with the key {KEYS.ids[0]}" in without.tally.failures[NAME]
-    assert await plain.get(NAME) == before
-    encoder = Encoder(plain, options, keys=KEYS)
-    await encoder.run_once()
-    await encoder.close()
+    for keys in (NO_KEYS, KEYS):
+        encoder = Encoder(plain, options, keys=keys)
+        await encoder.run_once()
+        await encoder.close()
+        content = await plain.get(NAME)
+        if not keys:
+            assert f"encrypted with the key {KEYS.ids[0]}" in encoder.tally.failures[NAME]
+            assert content == before
     assert (encoder.tally.num_encoded, encoder.tally.failures) == (1, {})
-    content = await plain.get(NAME)
     assert content is not None
-    made = open_manifest(decode_manifest(content), KEYS)
-    assert made.variants[0].codec == "deflate"
-    assert [c.decoded_checksum for c in made.variants[0].chunks] == [
-        c.decoded_checksum for c in FIRST.manifest.variants[0].chunks
-    ]
+    (made,), (old,) = open_manifest(decode_manifest(content), KEYS).variants, FIRST.manifest.variants
+    assert made.codec == "deflate"
+    assert [each.decoded_checksum for each in made.chunks] == [each.decoded_checksum for each in old.chunks]

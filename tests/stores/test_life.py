@@ -23,17 +23,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from harness.small_segments import expiring, parts
-from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import StoreError
+from harness.small_segments import FOLDER as SMALL_FOLDER, expiring, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.codec import Manifest, decode_manifest
+from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores.base import AdminStore, object_digest
-from sgl_kvfetch.stores.notes import PINS, Pin, put_pin
+from sgl_kvfetch.stores import PINS, AdminStore, Pin, decode_pin, object_digest
+from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.directory.conftest import rebuild
 from tests.directory.test_dropped_levels import FOLDER, WHOLE, chain
 from tests.segments import names
+from tests.stores.conformance import failing
 from tests.stores.conftest import opened
 
 T = TypeVar("T")
@@ -277,3 +278,58 @@ def test_a_life(kind: str, clock: list[float], request: pytest.FixtureRequest) -
     )
     here = type("Here", (Life,), {"kind": kind, "opened": staticmethod(open_here), "clock": clock})
     run_state_machine_as_test(here, settings=how)
+
+
+WHOLE_CHAIN = page_hashes(16)
+HALVES = [make_segment(WHOLE_CHAIN, first, 8) for first in (0, 8)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("store", ["directory", "bucket"], indirect=True)
+async def test_gc_keeps_what_is_being_written_again(store: AdminStore) -> None:
+    await put_segment(store, expiring(HALVES[0], time.time() - 3600))
+    assert (await plan_sweep(store, None)).evicted == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("store", ["directory", "served"], indirect=True)
+async def test_data_that_is_put_again_waits_for_its_manifest(store: AdminStore, later: Callable[[float], None]) -> None:
+    """Later, but by less than data without a manifest must be old to count as left behind: files have the real time."""
+    await put_segment(store, expiring(HALVES[0], time.time() + 100))
+    later(200)
+    await store.put(HALVES[0].data_name, HALVES[0].data)
+    await put_segment(store, HALVES[1])  # another's write
+    await store.put(HALVES[0].manifest.key.manifest_name, HALVES[0].manifest.encode())
+    assert parts(await store.lookup(SMALL_FOLDER, WHOLE_CHAIN)) == [(0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", Pin("", 1, b"x" * 33).encode(), Pin("", 0, b"x" * 32).encode()])
+def test_malformed_pins_are_refused(content: bytes) -> None:
+    with pytest.raises(FormatError, match="malformed pin"):
+        decode_pin(content)
+
+
+@pytest.mark.usefixtures("tiny_stores")
+async def test_a_merged_segment_is_pinned_like_its_halves(tmp_path: Path) -> None:
+    """Also when the catalog is made anew, where files that are no pins are skipped."""
+    chains = [WHOLE_CHAIN, *(page_hashes(16, str(i)) for i in range(1, 8))]
+    whole, *others = (make_segment(each, 0, 16) for each in chains)
+    size = len(whole.data) + len(whole.manifest.encode())
+    store = LocalStore(tmp_path, capacity_bytes=int(4.5 * size), min_free_bytes=0)
+    for segment in HALVES:
+        await put_segment(store, segment)
+    await put_pin(store, Pin("", 1, b"".join(WHOLE_CHAIN)))
+    await put_segment(store, whole)
+    for segment in HALVES:
+        await store.delete(segment.manifest.key.manifest_name)
+    for number in range(2):
+        for segment in others:
+            await put_segment(store, segment)
+        assert parts(await store.lookup(SMALL_FOLDER, WHOLE_CHAIN)) == [(0, 16)], number
+        for name in ("0", "0" * 64):
+            (tmp_path / ".pins" / name).write_bytes(b"not a pin")
+        await rebuild(store)
+    await put_pin(store, Pin("", 1, b"".join(chains[6])))
+    with failing("full", "pinned segments would take"):  # more than half of the capacity
+        await put_pin(store, Pin("", 1, b"".join(chains[7])))
+    await store.close()

@@ -11,17 +11,11 @@ import msgspec
 import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
-from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.codec import NO_KEYS, StoreKeys
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.notes import (
-    PROFILES,
-    list_profiles,
-    publish_profile,
-    read_profile,
-    seal_profile,
-)
+from sgl_kvfetch.stores import PROFILES, AdminStore, list_profiles, publish_profile, read_profile
+from sgl_kvfetch.stores.notes import seal_profile
 from sgl_kvfetch.stores.s3 import S3Store
 from tests.codec.quant.profiles import CALIBRATION, make_profile
 from tests.stores.conformance import failing
@@ -41,7 +35,7 @@ def save(folder: Path, num_sinks: int = 0, weights: str = WEIGHTS) -> Path:
 
 
 @pytest.mark.process
-async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Path) -> None:
+async def test_profiles_are_listed_by_weights(store: AdminStore, tmp_path: Path) -> None:
     assert list(await store.notes(PROFILES)) == []
     path, other = save(tmp_path), save(tmp_path, weights="1" * 32)
     name = await publish_profile(store, path, NO_KEYS)
@@ -52,15 +46,9 @@ async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Pa
     assert listed.head is not None
     assert (listed.info.name, listed.head.header.model) == (name, "numbers")
     assert await read_profile(store, listed, NO_KEYS) == path.read_bytes()
-    assert len(await list_profiles(store)) == 2
-
-    assert [info async for info in store.list()] == []
-    assert await store.folders() == frozenset()
     await store.delete_prefix("")
-    assert len(await store.notes(PROFILES)) == 2
+    assert len(await list_profiles(store)) == 2
     assert await store.delete_note(PROFILES, name)
-    assert not await store.delete_note(PROFILES, name)
-    assert await store.get_note(PROFILES, name, 1) is None
     assert await list_profiles(store, f"{WEIGHTS}/") == []
 
 
@@ -188,13 +176,12 @@ async def test_profiles_of_some_weights_lock_out_no_others(tmp_path: Path) -> No
     name, data = seal_profile(save(tmp_path), NO_KEYS)
     weights = name.partition("/")[0]
     store = LocalStore(tmp_path / "store")
-    folder = tmp_path / "store" / ".profiles" / weights
     await store.put_note(PROFILES, name, data)
     for i in range(63):
-        (folder / f"{i:032x}").write_bytes(b"x")
-    with pytest.raises(StoreError, match=f"the store has 64 profiles of weights {weights}"):
+        (tmp_path / "store" / ".profiles" / weights / f"{i:032x}").write_bytes(b"x")
+    with failing("full", f"the store has 64 profiles of weights {weights}"):
         await store.put_note(PROFILES, f"{weights}/{'f' * 32}", data)
     await store.put_note(PROFILES, name, data)  # again
-    with pytest.raises(StoreError, match="not the profile"):  # of other weights: there is room, were it one
+    with failing("invalid", "not the profile"):  # of other weights: there is room, were it one
         await store.put_note(PROFILES, f"{'1' * 32}/{'f' * 32}", data)
     await store.close()

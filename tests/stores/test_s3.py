@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import ssl
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
 import trustme
 
-from harness.ceph_server import CephProcess
 from harness.faults import Fault, FaultyProxy
-from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.s3_server import BUCKET, S3Server, open_bucket, s3_config
 from harness.small_segments import data_object, make_segment, page_hashes
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores.base import object_digest
-from sgl_kvfetch.stores.notes import PINS
-from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
+from sgl_kvfetch.stores import PINS, HttpOptions, TlsFiles, object_digest
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.segments import make_segment as make_real_segment, using
 from tests.stores.conformance import failing
 from tests.stores.conftest import saying
-from tests.tools.conftest import kvfetch
 
 URL = f"s3://{BUCKET}/some/prefix"
 
@@ -46,14 +40,6 @@ NAME = data_object(CONTENT)
 
 
 @pytest.mark.process
-async def test_a_bucket_that_does_not_exist_is_no_miss(s3: S3Server) -> None:
-    store = S3Store("s3://no-such-bucket/x", config=s3.config)
-    for call in (store.get(NAME), store.put(NAME, CONTENT), store.delete_prefix("")):
-        with pytest.raises(StoreError, match=r"there is no bucket|NoSuchBucket"):
-            await call
-
-
-@pytest.mark.process
 async def test_large_objects_are_limited(s3: S3Server) -> None:
     store = S3Store(URL, options=HttpOptions(max_object_bytes=1000), config=s3.config)
     await store.put(NAME, CONTENT)
@@ -63,9 +49,7 @@ async def test_large_objects_are_limited(s3: S3Server) -> None:
 
 
 @pytest.mark.process
-async def test_large_objects_are_put_in_parts(
-    monkeypatch: pytest.MonkeyPatch, proxied: S3Store, s3_proxy: FaultyProxy
-) -> None:
+async def test_large_puts_have_parts(monkeypatch: pytest.MonkeyPatch, proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     monkeypatch.setattr("sgl_kvfetch.stores.s3.MULTIPART_BYTES", 1000)
     monkeypatch.setattr("sgl_kvfetch.stores.s3.PART_BYTES", 5 << 20)
     content = CONTENT * 7
@@ -92,101 +76,80 @@ async def _replaced(store: S3Store) -> tuple[str, bytes, bytes]:
     return old.manifest.key.manifest_name, old.manifest.encode(), new.manifest.encode()
 
 
-class DeafProxy(FaultyProxy):
-    """Drops the header If-Match from requests, as a server does that does not know it."""
+class OtherServer(FaultyProxy):
+    """Makes of S3 a server that does not know the header If-Match ("deaf"), that answers a conditional PUT with status
+    501 as OpenStack Swift does ("refusing"), or that takes quoted ETags for others as Ceph 16.2 does ("bare")."""
 
-    async def _answer(
-        self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        await super()._answer(fault, _IF_MATCH.sub(b"", head), reader, writer)
-
-
-class RefusingProxy(FaultyProxy):
-    """Answers a conditional PUT with status 501, as OpenStack Swift does."""
-
-    async def _answer(
-        self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        fault = Fault("error", status=501) if _IF_MATCH.search(head) else fault
-        await super()._answer(fault, head, reader, writer)
-
-
-class BareTagProxy(FaultyProxy):
-    """Holds no quoted ETag for the object's, as Ceph 16.2 does."""
+    kind = ""
 
     async def _answer(
         self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         condition = _IF_MATCH.search(head)
-        is_quoted = condition is not None and condition[1].startswith(b'"')
-        await super()._answer(Fault("error", status=412) if is_quoted else fault, head, reader, writer)
+        if condition is not None and self.kind == "refusing":
+            fault = Fault("error", status=501)
+        if condition is not None and self.kind == "bare" and condition[1].startswith(b'"'):
+            fault = Fault("error", status=412)
+        head = _IF_MATCH.sub(b"", head) if self.kind == "deaf" else head
+        await super()._answer(fault, head, reader, writer)
 
 
 _IF_MATCH = re.compile(rb"(?im)^if-match: *(.*)\r\n")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("server", [DeafProxy, RefusingProxy])
+@pytest.mark.parametrize("kind", ["deaf", "refusing", "bare"])
 async def test_a_server_that_does_not_support_if_match_is_named_and_not_trusted(
-    s3: S3Server, caplog: pytest.LogCaptureFixture, server: type[FaultyProxy]
+    s3: S3Server, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    async with server(s3.host, s3.port) as proxy:
+    async with OtherServer(s3.host, s3.port) as proxy:
+        proxy.kind = kind
         store = S3Store(URL, config=s3_config(proxy.url))
         name, before, after = await _replaced(store)
-        for _ in range(2):
-            with failing("invalid", "does not support If-Match"):
-                await store.replace(name, after, object_digest(before))
-        with pytest.raises(StoreError, match="does not support If-Match"):
-            await store.require_replace()
-        assert await store.get(name) == before
-    assert [record.message for record in caplog.records] == [
-        f"{URL}: the server does not support If-Match on PUT; stored segments are not replaced"
-    ]
+        if kind == "bare":
+            assert not await store.replace(name, after, object_digest(after))
+            assert await store.replace(name, after, object_digest(before))
+        else:
+            for _ in range(2):
+                with failing("invalid", "does not support If-Match"):
+                    await store.replace(name, after, object_digest(before))
+                with failing("invalid", "does not support If-Match"):
+                    await store.require_replace()
+        assert await store.get(name) == (after if kind == "bare" else before)
+    said = f"{URL}: the server does not support If-Match on PUT; stored segments are not replaced"
+    assert [record.message for record in caplog.records] == [said] * (kind != "bare")
 
 
 @pytest.mark.process
-async def test_a_server_that_compares_etags_without_quotes_can_replace(s3: S3Server) -> None:
-    async with BareTagProxy(s3.host, s3.port) as proxy:
-        store = S3Store(URL, config=s3_config(proxy.url))
-        name, before, after = await _replaced(store)
-        assert not await store.replace(name, after, object_digest(after))
-        assert await store.replace(name, after, object_digest(before))
-        assert await store.get(name) == after
-
-
-@pytest.mark.process
-async def test_the_probe_of_if_match_leaves_nothing(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
-    name, before, after = await _replaced(proxied)
-    assert await proxied.replace(name, after, object_digest(before))
-    probes = [(method, path) for method, path in s3_proxy.requests if "probe" in path]
-    assert [method for method, _ in probes] == ["PUT"] * 3
-    assert await proxied.replace(name, before, object_digest(after))
-    assert [request for request in s3_proxy.requests if "probe" in request[1]] == probes
-    paths = [meta["path"] async for metas in obstore.list(proxied._objects, chunk_size=10) for meta in metas]
-    assert paths == [name]
-
-
-@pytest.mark.process
-async def test_a_probe_that_fails_is_made_again(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
+async def test_the_probe_of_if_match_leaves_nothing(s3: S3Server, proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     name, before, after = await _replaced(proxied)
     await s3_proxy.set(Fault("error", status=503))
     with failing("server"):
         await proxied.replace(name, after, object_digest(before))
     await s3_proxy.set(None)
+    s3_proxy.requests.clear()
     assert await proxied.replace(name, after, object_digest(before))
+    probes = [(method, path) for method, path in s3_proxy.requests if "probe" in path]
+    assert [method for method, _ in probes] == ["PUT"] * 3
+    assert await proxied.replace(name, before, object_digest(after))
+    assert [request for request in s3_proxy.requests if "probe" in request[1]] == probes
+    listed = obstore.list(open_bucket(s3.config)).collect()
+    assert [meta["path"] for meta in listed] == [f"some/prefix/{name}"]
 
 
-def test_obstore_checks_the_config() -> None:
-    with pytest.raises(ConfigError, match="'regoin' is not valid"):
-        S3Store(URL, config={"regoin": "eu-central-1"})
-    with pytest.raises(ConfigError, match="as boolean"):
-        S3Store(URL, config={"virtual_hosted_style_request": "maybe"})
-    with pytest.raises(ConfigError, match="int"):
-        S3Store(URL, config={"endpoint": 5})
-    with pytest.raises(ConfigError, match="certificate"):
-        S3Store(URL, options=HttpOptions(tls=TlsFiles(cert="x")))
-    with pytest.raises(ConfigError, match=r"missing\.pem"):
-        S3Store(URL, options=HttpOptions(tls=TlsFiles(ca="missing.pem")))
+@pytest.mark.parametrize(
+    ("config", "tls", "message"),
+    [
+        ({"regoin": "eu-central-1"}, {}, "'regoin' is not valid"),
+        ({"virtual_hosted_style_request": "maybe"}, {}, "as boolean"),
+        ({"endpoint": 5}, {}, "int"),
+        ({}, {"cert": "x"}, "certificate"),
+        ({}, {"ca": "missing.pem"}, r"missing\.pem"),
+    ],
+)
+def test_obstore_checks_the_config(config: dict[str, Any], tls: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        S3Store(URL, config=config, options=HttpOptions(tls=TlsFiles(**tls)))
 
 
 @pytest.mark.parametrize(
@@ -200,13 +163,11 @@ def test_obstore_checks_the_config() -> None:
 async def test_what_s3_says_is_told_without_xml(code: str, reason: str, said: str) -> None:
     xml = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>it says why</Message></Error>".encode()
     status = b"404 Not Found" if code == "NoSuchBucket" else b"403 Forbidden"
-
     answer = b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(xml), xml)
     async with saying(answer) as url:
-        with pytest.raises(StoreError, match=said) as caught:
+        with pytest.raises(StoreError, match=f"^[^<]*{said}[^<]*$") as caught:
             await S3Store(URL, config=s3_config(url), options=HttpOptions(max_attempts=1)).get(NAME)
     assert caught.value.reason == reason
-    assert "<" not in str(caught.value)
 
 
 async def test_a_ca_that_is_replaced_counts_for_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +200,3 @@ async def test_a_listing_of_notes_without_an_end_is_refused(s3: S3Server, monkey
     with failing("protocol", "names of a"):
         await store.notes(PINS)
     await store.close()
-
-
-@pytest.mark.process
-def test_kvfetch_encode_on_ceph(ceph_server: CephProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceph 16.2 compares the ETag without quotes."""
-    url = f"s3://{BUCKET}/{secrets.token_hex(8)}"
-    for key, value in ceph_server.config.items():
-        monkeypatch.setenv(f"AWS_{key.upper()}", value)
-    using(S3Store(url), lambda store: commit_segment(store, make_real_segment(num_pages=2)[0]))
-    result = kvfetch("encode", url, "--grace", "0")
-    assert result.exit_code == 0, result.output
-    assert "1 segments encoded, 0 already done, 0 failed" in result.output
-    assert kvfetch("verify", url).exit_code == 0

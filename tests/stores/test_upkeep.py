@@ -1,12 +1,15 @@
-"""Sweeps of stores that do not evict by themselves: a bucket with and without an index, and a directory."""
+"""Sweeps of stores that do not evict by themselves, and what goes wrong in them: `test_life` has what they drop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -16,15 +19,22 @@ from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
+from sgl_kvfetch.codec import decode_manifest
+from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
-from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
-from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.stores import AdminStore, Lookup, indexed_s3 as indexed, redis_index as page_index, upkeep
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.upkeep import StoredSegment, plan_sweep
-from tests.segments import names
+from sgl_kvfetch.stores.upkeep import ORPHAN_AGE_S, StoredSegment, plan_sweep, sweep_segments
+from tests.directory.test_dropped_levels import WHOLE, chain
+from tests.segments import names, using
+from tests.stores.conftest import opened
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+pytestmark = pytest.mark.process
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(48)
@@ -33,13 +43,13 @@ KEYS = [segment.manifest.key for segment in SEGMENTS]
 SIZE = len(SEGMENTS[0].data) + len(SEGMENTS[0].manifest.encode())
 
 
-def opened(s3: S3Server, index_url: str) -> IndexedS3Store:
+def client(s3: S3Server, index_url: str) -> IndexedS3Store:
     return IndexedS3Store(URL, IndexOptions(index_url, timeout_s=WAIT_S), config=s3.config)
 
 
 @pytest.fixture
 async def store(s3: S3Server, index: RedisProcess) -> AsyncIterator[IndexedS3Store]:
-    store = opened(s3, index.url)
+    store = client(s3, index.url)
     for segment in SEGMENTS:
         await put_segment(store, segment)
     yield store
@@ -50,8 +60,7 @@ def keys(segments: list[StoredSegment]) -> list[object]:
     return [segment.key for segment in segments]
 
 
-@pytest.mark.process
-async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: RedisProcess) -> None:
+async def test_the_least_recently_used_go_first(store: IndexedS3Store) -> None:
     now = time.time()
     await store._index.record_uses({KEYS[0]: now + 300, KEYS[1]: now + 100, KEYS[2]: now + 200})
     plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
@@ -59,7 +68,6 @@ async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: Re
     assert plan.oldest_use_s == pytest.approx(now + 200, abs=1)
     plan = await plan_sweep(store, SIZE + SIZE // 2)
     assert keys(plan.evicted) == [KEYS[1], KEYS[2]]
-
     swept = await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
     assert (swept.num_objects, swept.num_bytes, swept.failures) == (4, plan.freed_bytes, {})
     assert await names(store) == {KEYS[0].manifest_name, SEGMENTS[0].data_name}
@@ -67,12 +75,11 @@ async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: Re
     assert (await plan_sweep(store, SIZE + SIZE // 2)).freed_bytes == 0
 
 
-@pytest.mark.process
 async def test_a_lookup_is_a_use(
     s3: S3Server, index: RedisProcess, store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
-    reader = opened(s3, index.url)
+    reader = client(s3, index.url)
     before = time.time()
     assert parts(await reader.lookup(FOLDER, CHAIN[20:24])) == [(4, 4)]
 
@@ -90,28 +97,26 @@ async def test_a_lookup_is_a_use(
     assert [used is not None for used in await store.last_uses(KEYS)] == [True, False, False]
 
 
-@pytest.mark.process
+@pytest.mark.usefixtures("store")
 async def test_a_use_is_saved_that_comes_while_others_are_saved(
     s3: S3Server, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed, "SAVE_USES_EVERY_S", 0.01)
-    store = opened(s3, index.url)
-    record_uses, saved = store._index.record_uses, []
+    reader = client(s3, index.url)
+    record_uses, saved = reader._index.record_uses, []
 
     async def note_another(uses: Mapping[SegmentKey, float]) -> None:
         saved.append(list(uses))
         if len(saved) == 1:
-            store._record_use(KEYS[1])
+            await reader.lookup(FOLDER, CHAIN[16:32])
         await record_uses(uses)
 
-    monkeypatch.setattr(store._index, "record_uses", note_another)
-    store._record_use(KEYS[0])
-    await until(lambda: len(saved) == 2)
-    assert saved[1] == [KEYS[1]]
-    await store.close()
+    monkeypatch.setattr(reader._index, "record_uses", note_another)
+    await reader.lookup(FOLDER, CHAIN[:16])
+    await until(lambda: saved == [[KEYS[0]], [KEYS[1]]])
+    await reader.close()
 
 
-@pytest.mark.process
 async def test_without_an_index_the_oldest_go_first(s3: S3Server) -> None:
     store = S3Store(URL, config=s3.config)
     for segment in SEGMENTS[:2]:
@@ -129,32 +134,21 @@ async def test_without_an_index_the_oldest_go_first(s3: S3Server) -> None:
     await store.close()
 
 
-@pytest.mark.process
-async def test_what_writers_left_is_deleted_once_it_is_old(
-    store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_writers_left_is_deleted_once_old(store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     orphan = data_object(b"left")
     await store.put(orphan, b"left")
     await store.delete(SEGMENTS[1].data_name)
-    plan = await plan_sweep(store, 100 * SIZE)
-    assert plan.freed_bytes == 0
+    await store.delete(KEYS[2].manifest_name)
+    plan = await plan_sweep(store, 1)  # what is unfinished counts, but stays
+    assert plan.stored_bytes > 2 * SIZE
+    assert (keys(plan.evicted), plan.broken) == ([KEYS[0]], [])
     monkeypatch.setattr(upkeep, "ORPHAN_AGE_S", -60.0)  # all is old
     plan = await plan_sweep(store, 100 * SIZE)
     assert plan.evicted == []
     await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
-    assert await names(store) == {name for i in (0, 2) for name in (KEYS[i].manifest_name, SEGMENTS[i].data_name)}
+    assert await names(store) == {KEYS[0].manifest_name, SEGMENTS[0].data_name}
 
 
-@pytest.mark.process
-async def test_unfinished_writes_count_but_stay(store: IndexedS3Store) -> None:
-    await store.delete(KEYS[0].manifest_name)
-    plan = await plan_sweep(store, 1)
-    assert plan.stored_bytes > 2 * SIZE
-    assert set(keys(plan.evicted)) == {KEYS[1], KEYS[2]}
-    assert plan.broken == []
-
-
-@pytest.mark.process
 async def test_data_outlives_its_manifest_for_readers(store: IndexedS3Store) -> None:
     plan = await plan_sweep(store, 1)
     sweeping = asyncio.create_task(upkeep.sweep_segments(store, plan.doomed, grace_s=1e6))
@@ -169,10 +163,7 @@ async def test_data_outlives_its_manifest_for_readers(store: IndexedS3Store) -> 
         await sweeping
 
 
-@pytest.mark.process
-async def test_a_segment_that_is_written_again_meanwhile_stays(
-    store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_written_again_meanwhile_stays(store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async def write_again(seconds: float) -> None:
         await put_segment(store, SEGMENTS[1])
 
@@ -184,10 +175,7 @@ async def test_a_segment_that_is_written_again_meanwhile_stays(
     assert parts(await store.lookup(FOLDER, CHAIN[16:])) == [(0, 16)]
 
 
-@pytest.mark.process
-async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
-    store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_cannot_be_deleted_stops_nothing(store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     delete = IndexedS3Store.delete
 
     async def refuse_one(self: IndexedS3Store, name: str) -> bool:
@@ -201,25 +189,21 @@ async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
     assert await names(store) == {KEYS[1].manifest_name, SEGMENTS[1].data_name}
 
 
-@pytest.mark.process
 async def test_one_sweeper_at_a_time(s3: S3Server, index: RedisProcess, store: IndexedS3Store) -> None:
-    other = opened(s3, index.url)
-    async with store.sweeping():
-        assert 0 < index.client.ttl(store._index._key(b"lease")) <= page_index._LEASE_S  # that of a dead one ends, too
-        with pytest.raises(StoreError, match="another gc run holds the lock"):
-            async with other.sweeping():
-                pytest.fail("two at a time")
-    async with other.sweeping():
-        pass
-    with pytest.raises(ZeroDivisionError):
+    other = client(s3, index.url)
+    with suppress(ZeroDivisionError):
         async with store.sweeping():
+            ttl_s = index.client.ttl(store._index._key(b"lease"))
+            assert 0 < ttl_s <= page_index._LEASE_S  # that of a dead one ends, too
+            with pytest.raises(StoreError, match="another gc run holds the lock"):
+                async with other.sweeping():
+                    pytest.fail("two at a time")
             raise ZeroDivisionError
     async with other.sweeping():  # given back after a failure, too
         pass
     await other.close()
 
 
-@pytest.mark.process
 async def test_a_sweeper_that_lost_its_lease_is_stopped(
     store: IndexedS3Store, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,16 +219,14 @@ async def test_a_sweeper_that_lost_its_lease_is_stopped(
     assert index.client.get(store._index._key(b"lease")) == b"another"
 
 
-@pytest.mark.process
 async def test_an_index_that_does_not_answer_is_no_reason_to_guess(s3: S3Server) -> None:
-    store = opened(s3, f"redis://127.0.0.1:{free_port()}")
+    store = client(s3, f"redis://127.0.0.1:{free_port()}")
     await put_segment(store, SEGMENTS[0])
     with pytest.raises(StoreError, match="reading uses"):
         await plan_sweep(store, 1)
     await store.close()
 
 
-@pytest.mark.process
 def test_the_documented_lifecycle_rule_is_accepted(s3: S3Server) -> None:
     text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
     rules = json.loads(text.split("```json")[1].split("```")[0])
@@ -254,3 +236,108 @@ def test_the_documented_lifecycle_rule_is_accepted(s3: S3Server) -> None:
     client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
     (stored,) = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
     assert (stored["Expiration"], stored["Filter"]) == ({"Days": 14}, {"Prefix": "production/"})
+
+
+NUM = 3
+LAST = len(chain(0).level_data[-1])
+
+
+@pytest.fixture(params=["directory", "bucket", "bucket with index"])
+async def leveled(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdminStore]:
+    """A store of three segments."""
+    async with opened(request.param, tmp_path, request) as store:
+        for number in range(NUM):
+            await commit_segment(store, chain(number))
+        yield store
+
+
+async def lost(store: AdminStore) -> list[int | None]:
+    """Return how many levels each segment has lost, None for those that are gone."""
+    contents = [await store.peek(chain(number).manifest.key.manifest_name) for number in range(NUM)]
+    return [None if each is None else decode_manifest(each).variants[0].num_dropped for each in contents]
+
+
+async def named(store: AdminStore) -> set[str]:
+    """Return the names of all data, and require that manifests name all of it."""
+    names = {info.name async for info in store.list() if not info.name.endswith(".kvm")}
+    manifests = [await store.peek(chain(number).manifest.key.manifest_name) for number in range(NUM)]
+    assert names == {name for each in manifests if each is not None for name in decode_manifest(each).data_names}
+    return names
+
+
+async def test_a_segment_that_is_written_again_while_it_loses_a_level_keeps_its_data(leveled: AdminStore) -> None:
+    """After its level was dropped, and before the level's data is deleted."""
+    plan = await plan_sweep(leveled, NUM * WHOLE - LAST // 2, drop_levels=1)
+    (coarser,) = plan.coarser
+    number = next(n for n in range(NUM) if chain(n).manifest.key == coarser.segment.key)
+    drop_level = leveled.coarsen
+
+    async def drop_and_write(name: str) -> object:
+        dropped = await drop_level(name)
+        await commit_segment(leveled, chain(number))
+        return dropped
+
+    leveled.coarsen = drop_and_write  # type: ignore[method-assign, assignment]
+    swept = await sweep_segments(leveled, plan.doomed, 0, plan.coarser)
+    assert (swept.num_levels, swept.num_objects) == (1, 0)
+    assert await lost(leveled) == [0] * NUM
+    await named(leveled)
+
+
+async def test_a_manifest_that_cannot_be_read_ends_no_sweep(leveled: AdminStore) -> None:
+    """Neither while it is planned nor while it runs."""
+    broken = chain(0).manifest.key.manifest_name
+
+    def failing(method: Callable[[str], Awaitable[Any]]) -> Callable[[str], Awaitable[Any]]:
+        async def fail(name: str) -> Any:
+            if name == broken:
+                raise StoreError("io", "cannot be read")
+            return await method(name)
+
+        return fail
+
+    capacity = NUM * (WHOLE - LAST) + 64 * NUM
+    plan = await plan_sweep(leveled, capacity, drop_levels=1)
+    leveled.peek = failing(leveled.peek)  # type: ignore[method-assign, assignment]
+    leveled.coarsen = failing(leveled.coarsen)  # type: ignore[method-assign, assignment]
+    planned = await plan_sweep(leveled, capacity, drop_levels=1)
+    assert chain(0).manifest.key not in {each.segment.key for each in planned.coarser}
+    assert planned.stored_bytes - planned.freed_bytes <= capacity  # others make room
+    swept = await sweep_segments(leveled, (), 0, plan.coarser)
+    assert swept.failures == {broken: "cannot be read"}
+    assert swept.num_objects == NUM - 1
+
+
+async def test_levels_that_an_interrupted_sweep_has_left_are_deleted(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for number in range(NUM):
+        await commit_segment(store, chain(number))
+    name = chain(0).manifest.key.manifest_name
+    (left,) = await store.coarsen(name)
+    capacity = (await plan_sweep(store, None)).stored_bytes - 1
+    assert (await plan_sweep(store, capacity, drop_levels=1)).coarser[0].segment.key != chain(0).manifest.key
+    old_s = time.time() - ORPHAN_AGE_S - 60
+    os.utime(tmp_path / left, (old_s, old_s))
+    plan = await plan_sweep(store, capacity, drop_levels=1)
+    swept = await sweep_segments(store, plan.doomed, 0, plan.coarser)
+    assert (swept.num_levels, swept.num_objects) == (0, 1)
+    assert left not in await named(store)
+    await store.close()
+
+
+def test_gc_says_which_levels_it_drops(tmp_path: Path) -> None:
+    async def fill(store: LocalStore) -> None:
+        for number in range(NUM):
+            await commit_segment(store, chain(number))
+
+    using(LocalStore(tmp_path), fill)
+    options = (str(tmp_path), "--capacity", f"{NUM * WHOLE - 1}B", "--drop-levels", "1", "--grace", "0", "--yes")
+    planned = kvfetch_json("gc", *options, "--dry-run")
+    assert (list(planned["coarser"].values()), planned["evicted"], planned["planned_bytes"]) == ([1], [], LAST)
+    (stem,) = planned["coarser"]
+    shown = kvfetch("gc", *options, "--dry-run").output
+    assert f"{stem}  " in shown
+    assert "would delete 0 segments" in shown
+    assert "and 1 levels of others" in shown
+    swept = json.loads(kvfetch("gc", *options, "--json").stdout)["deleted"]
+    assert (swept["num_levels"], swept["num_objects"], swept["num_bytes"]) == (1, 1, LAST)

@@ -1,16 +1,25 @@
-"""Ranged reads that are received in place: over real sockets, from servers that answer as a test tells them to."""
+"""What moves bytes between a client and a store: ranged reads, received in place, and uploads, over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
+import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import pytest
 
+from harness.small_segments import data_object
+from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, until
+from sgl_kvfetch.codec.container.objects import Pieces
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import transfers
+from sgl_kvfetch.stores import HttpOptions
+from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.transfers import Transfers
 from tests.stores.conformance import failing
 
@@ -25,7 +34,11 @@ class Server:
         self.answer = answer
         self.requests: list[list[tuple[int, int]]] = []
         self.writers: list[asyncio.StreamWriter] = []
-        self.heads: list[str] = []
+        self.head = ""  # the last one
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine: list[tuple[int, int]] = []
@@ -33,9 +46,8 @@ class Server:
         self.writers.append(writer)
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                self.heads.append(head)
-                start, end = head.split("bytes=")[1].split("\r\n")[0].split("-")
+                self.head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                start, end = self.head.split("bytes=")[1].split("\r\n")[0].split("-")
                 mine.append((int(start), int(end) + 1))
                 await self.answer(int(start), int(end) + 1, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -60,22 +72,18 @@ Start = Callable[[Answer], Awaitable[tuple[Server, Transfers, str]]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    made: list[tuple[asyncio.Server, Server, Transfers]] = []
+    async with AsyncExitStack() as stack:
 
-    async def begin(answer: Answer) -> tuple[Server, Transfers, str]:
-        server = Server(answer)
-        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        receiver = Transfers(url, {"Authorization": "Bearer t"}, True, WAIT_S, 32)
-        made.append((listening, server, receiver))
-        return server, receiver, f"{url}/object"
+        async def begin(answer: Answer) -> tuple[Server, Transfers, str]:
+            server = Server(answer)
+            listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            receiver = Transfers(url, {"Authorization": "Bearer t"}, True, WAIT_S, 32)
+            for close in (server.close, listening.close, receiver.close):
+                stack.callback(close)
+            return server, receiver, f"{url}/object"
 
-    yield begin
-    for listening, server, receiver in made:
-        receiver.close()
-        listening.close()
-        for writer in server.writers:
-            writer.close()
+        yield begin
 
 
 async def read(receiver: Transfers, url: str, start: int, end: int) -> bytes | None:
@@ -90,18 +98,14 @@ async def test_a_connection_serves_one_range_after_another(start: Start) -> None
     for first, end in ((0, 1), (1000, 500_000), (len(CONTENT) - 1, len(CONTENT)), (0, len(CONTENT))):
         assert await read(receiver, url, first, end) == CONTENT[first:end]
     assert [len(each) for each in server.requests] == [4]
-    assert server.heads[0].startswith("GET /object HTTP/1.1\r\nHost: 127.0.0.1:")
-    assert "\r\nAuthorization: Bearer t\r\n" in server.heads[0]
-
-
-async def test_ranges_that_are_read_at_once_have_connections_of_their_own(start: Start) -> None:
-    server, receiver, url = await start(right)
+    assert re.match(
+        r"GET /object HTTP/1.1\r\nHost: 127.0.0.1:.*\r\nAuthorization: Bearer t\r\n", server.head, re.DOTALL
+    )
     ranges = [(i * 1000, i * 1000 + 100_000) for i in range(8)]
     found = await asyncio.gather(*(read(receiver, url, *each) for each in ranges))
     assert found == [CONTENT[first:end] for first, end in ranges]
-    assert len(server.requests) == 8
     await read(receiver, url, 0, 10)
-    assert len(server.requests) == 8
+    assert len(server.requests) == 8  # ranges that are read at once have connections of their own
 
 
 @pytest.mark.parametrize("step", [1, 7, 64])
@@ -184,18 +188,6 @@ async def test_bytes_that_follow_an_answer_belong_to_no_other(start: Start) -> N
     assert await read(receiver, url, 7, 1000) == CONTENT[7:1000]
 
 
-async def test_an_idle_or_closed_connection_is_not_used_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def last(first: int, end: int, writer: asyncio.StreamWriter) -> None:
-        writer.write(head(first, end, more="Connection: close\r\n") + CONTENT[first:end])
-
-    for answer, idle_s in ((last, 60.0), (right, -1.0)):
-        server, receiver, url = await start(answer)
-        monkeypatch.setattr(transfers, "_IDLE_S", idle_s)
-        for _ in range(3):
-            assert await read(receiver, url, 0, 10) == CONTENT[:10]
-        assert [len(each) for each in server.requests] == [1, 1, 1]
-
-
 async def test_nothing_is_written_once_a_read_is_cancelled(start: Start) -> None:
     may_go_on = asyncio.Event()
 
@@ -216,3 +208,75 @@ async def test_nothing_is_written_once_a_read_is_cancelled(start: Start) -> None
     assert await read(receiver, url, 0, 10) == CONTENT[:10]
     assert into[1000:] == bytes(4000)
     assert len(server.requests) == 2
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.process
+async def test_uploads_of_pieces_side_by_side_are_whole(tmp_path: Path) -> None:
+    contents = [[bytes([n + i]) * (300_000 + n) for i in range(4)] for n in range(12)]
+    wholes = [b"".join(each) for each in contents]
+    with StoreProcess(tmp_path) as process:
+        store = HttpStore(process.url)
+        await asyncio.gather(*(store.put(data_object(w), Pieces(c)) for w, c in zip(wholes, contents, strict=True)))
+        assert [await store.get(data_object(whole)) == whole for whole in wholes] == [True] * 12
+        with failing("invalid", "does not match the digest"):
+            await store.put(data_object(b"another"), wholes[0])
+        await store.close()
+
+
+@pytest.mark.process
+async def test_a_server_that_refuses_at_once_is_heard(tmp_path: Path) -> None:
+    """It does not read the body, of which the sockets take only a part."""
+    content = bytes(64 * MIB)
+    with StoreProcess(tmp_path, config={"max_body_bytes": MIB}) as process:
+        store = HttpStore(process.url)
+        with failing("too_large"):
+            await store.put(data_object(content), content)
+        await store.close()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+BOMBS = {
+    "a chunk of -1 bytes": (CHUNKED + b"-1\r\n", bytes(MIB)),
+    "a chunk of -5 bytes": (CHUNKED + b"-5\r\n", bytes(MIB)),
+    "a huge chunk": (CHUNKED + b"ffffffffffff\r\n", bytes(MIB)),
+    "chunks": (CHUNKED, b"1\r\nx\r\n" * 10_000),
+    "trailers": (CHUNKED + b"0\r\n", b"A: b\r\n" * 10_000),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n" * 10_000),
+    "a line": (b"HTTP/1.1 200 OK\r\nA: ", bytes(MIB)),
+    "provisional answers": (b"", b"HTTP/1.1 100 Continue\r\nA: b\r\n\r\n" * 1000),
+    "a body without a length": (b"HTTP/1.1 500 No\r\n\r\n", bytes(MIB)),
+    "no HTTP": (b"220 ready\r\n", b"220 ready\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_an_answer_without_an_end_takes_no_memory(name: str) -> None:
+    begin, more = BOMBS[name]
+    content = bytes(MIB)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            taken, _ = listener.accept()
+            with taken, suppress(OSError):
+                while taken.recv(MIB)[-1:] != b"\0":  # to the body
+                    pass
+                taken.sendall(begin)
+                while True:
+                    taken.sendall(more)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        store = HttpStore(url, options=HttpOptions(timeout_s=1.0, max_attempts=1))
+        tracemalloc.start()
+        try:
+            with failing("protocol") if name == "no HTTP" else suppress(StoreError):
+                await store.put(data_object(content), content)  # some begin as an answer does
+            assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+        finally:
+            tracemalloc.stop()
+            await store.close()
+        thread.join(WAIT_S)
