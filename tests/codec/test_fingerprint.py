@@ -15,37 +15,22 @@ def make_model(folder: Path, weights: bytes = b"w" * 5000, config: str = "{}") -
     return folder
 
 
-def test_equal_files_anywhere_are_the_same_model(tmp_path: Path) -> None:
-    assert fingerprint_model(str(make_model(tmp_path / "a"))) == fingerprint_model(str(make_model(tmp_path / "b")))
-
-
-def test_one_bit_of_the_weights_or_the_config_makes_another_model(tmp_path: Path) -> None:
-    models = [
-        make_model(tmp_path / "a"),
-        make_model(tmp_path / "b", weights=b"w" * 4999 + b"v"),
-        make_model(tmp_path / "c", config='{"rope_theta": 1}'),
+def test_equal_files_anywhere_are_the_same_model_and_any_that_differ_make_another(tmp_path: Path) -> None:
+    same = [fingerprint_model(str(make_model(tmp_path / name))) for name in "ab"]
+    assert same[0] == same[1]
+    changed = [
+        make_model(tmp_path / "c", weights=b"w" * 4999 + b"v"),
+        make_model(tmp_path / "d", config='{"rope_theta": 1}'),
     ]
-    assert len({fingerprint_model(str(m)) for m in models}) == 3
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hf_quant_config.json",
-        "quantize_config.json",
-        "quantization_config.json",
-        "modeling.py",
-        "part/extra.safetensors",
-    ],
-)
-def test_other_files_that_make_the_model(tmp_path: Path, name: str) -> None:
-    model = make_model(tmp_path / "a")
-    digests = {fingerprint_model(str(model))}
-    (model / name).parent.mkdir(exist_ok=True)
-    for content in ("1", "2"):
-        (model / name).write_text(content)
-        digests.add(fingerprint_model(str(model)))
-    assert len(digests) == 3
+    digests = [same[0], *(fingerprint_model(str(each)) for each in changed)]
+    configs = "hf_quant_config.json", "quantize_config.json", "quantization_config.json"
+    for name in (*configs, "modeling.py", "part/extra.safetensors"):
+        file = tmp_path / "a" / name
+        file.parent.mkdir(exist_ok=True)
+        for content in ("1", "2"):
+            file.write_text(content)
+            digests.append(fingerprint_model(str(tmp_path / "a")))
+    assert len(set(digests)) == len(digests) == 13
 
 
 def test_names_of_subfolders_count_and_hidden_ones_do_not(tmp_path: Path) -> None:
@@ -86,14 +71,11 @@ def test_the_hugging_face_caches_file_names_are_digests(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
-def test_no_weights_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"no weight files found .* set model_id"):
-        fingerprint_model(str(tmp_path))
-
-
-def test_an_unknown_repository_is_an_error_that_says_what_to_do(
+def test_what_has_no_fingerprint_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(UnsupportedError, match=r"no weight files found .* set model_id"):
+        fingerprint_model(str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UnsupportedError, match=r"neither a directory nor in the local .* cache; set model_id"):
         fingerprint_model("nobody/nothing-of-that-name")

@@ -29,6 +29,11 @@ from sglang_on_cpu.kernels import (
 
 CHANNELS, WIDTH, SLOTS = 6, 4, 5
 HEADS, HEADS_V, DIM_K, DIM_V = 2, 4, 8, 6
+# Two prompts, one behind the other, and one token more of each behind both. Their slots, and their tokens.
+LENGTHS, TOTAL, USED = [150, 70], 222, torch.tensor([3, 1])
+ENDS = torch.tensor([0, *LENGTHS]).cumsum(0)
+SEQUENCES = (3, [*range(150), 220]), (1, [*range(150, 220), 221])
+assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sequence_in_parts_is_convolved_like_the_whole() -> None:
@@ -74,36 +79,29 @@ def test_both_functions_of_sglang_gate_what_is_normed() -> None:
 
 
 def test_the_delta_rule_goes_on_from_states_and_returns_those_before_each_chunk() -> None:
-    lengths = [150, 70]
-    total = sum(lengths) + 2  # and one token more of each
-    qkv = torch.randn(total, 2 * HEADS * DIM_K + HEADS_V * DIM_V)
-    a, b = torch.randn(total, HEADS_V), torch.randn(total, HEADS_V)
+    qkv = torch.randn(TOTAL, 2 * HEADS * DIM_K + HEADS_V * DIM_V)
+    a, b = torch.randn(TOTAL, HEADS_V), torch.randn(TOTAL, HEADS_V)
     a_log, dt_bias = torch.randn(HEADS_V), torch.randn(HEADS_V)
     q, k, v = (
-        x.reshape(1, total, -1, dim)
+        x.reshape(1, TOTAL, -1, dim)
         for x, dim in zip(qkv.split([HEADS * DIM_K] * 2 + [HEADS_V * DIM_V], 1), (DIM_K, DIM_K, DIM_V), strict=True)
     )
     inputs = q, k, v, (-a_log.exp() * functional.softplus(a + dt_bias))[None], b.sigmoid()[None]
     states = torch.randn(SLOTS, HEADS_V, DIM_V, DIM_K)
-    slots = torch.tensor([3, 1])
     before = states.clone()
 
-    ends = torch.tensor([0, *lengths]).cumsum(0)
     output, _, chunks = apply_delta_rule(
-        *(x[:, :-2] for x in inputs), initial_state=states, initial_state_indices=slots, cu_seqlens=ends
+        *(x[:, :-2] for x in inputs), initial_state=states, initial_state_indices=USED, cu_seqlens=ENDS
     )
     last = torch.empty(2, 1, HEADS_V, DIM_V)
-    apply_delta_rule_to_tokens(qkv[-2:], a[-2:], b[-2:], a_log, dt_bias, DIM_K**-0.5, states, last, slots)
+    apply_delta_rule_to_tokens(qkv[-2:], a[-2:], b[-2:], a_log, dt_bias, DIM_K**-0.5, states, last, USED)
 
     assert chunks.shape == (1, 3 + 2, HEADS_V, DIM_V, DIM_K)
-    for row, (slot, start, end) in enumerate(zip(slots.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
-        tokens = [*range(start, end), total - 2 + row]
+    for row, (slot, tokens) in enumerate(SEQUENCES):
         expected, state = _recurrent([x[:, tokens] for x in inputs], before[slot])
-        found = torch.cat([output[:, start:end], last[row][None]], 1)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states[slot], state, rtol=1e-4, atol=1e-5)
-        _, early = _recurrent([x[:, start : start + 64] for x in inputs], before[slot])
-        torch.testing.assert_close(chunks[0, 3 * row + 1], early, rtol=1e-4, atol=1e-5)
+        assert_close(torch.cat([output[:, tokens[:-1]], last[row][None]], 1), expected)
+        assert_close(states[slot], state)
+        assert_close(chunks[0, 3 * row + 1], _recurrent([x[:, tokens[:64]] for x in inputs], before[slot])[1])
     assert torch.equal(states[[0, 2, 4]], before[[0, 2, 4]])
 
 
@@ -120,21 +118,18 @@ def _recurrent(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.T
 
 
 def test_kimi_s_delta_rule_goes_on_from_states_and_tracks_those_on_the_way() -> None:
-    lengths = [150, 70]
-    total = sum(lengths) + 2  # and one token more of each
-    qkv, gate = torch.randn(total, 3 * HEADS * DIM_K), torch.randn(total, HEADS * DIM_K)
-    beta, a_log, dt_bias = torch.randn(total, HEADS), torch.randn(1, 1, HEADS, 1), torch.randn(HEADS * DIM_K)
-    q, k, v = (x.reshape(1, total, HEADS, DIM_K) for x in qkv.chunk(3, dim=1))
+    qkv, gate = torch.randn(TOTAL, 3 * HEADS * DIM_K), torch.randn(TOTAL, HEADS * DIM_K)
+    beta, a_log, dt_bias = torch.randn(TOTAL, HEADS), torch.randn(1, 1, HEADS, 1), torch.randn(HEADS * DIM_K)
+    q, k, v = (x.reshape(1, TOTAL, HEADS, DIM_K) for x in qkv.chunk(3, dim=1))
     states = torch.randn(SLOTS, HEADS, DIM_K, DIM_K)
-    slots = torch.tensor([3, 1])
     before = states.clone()
 
     tracked = torch.full((2, HEADS, DIM_K, DIM_K), torch.nan)
     output, chunks = apply_kimi_delta_rule(
         *(x[:, :-2] for x in (q, k, v, gate[None], beta[None])),
         initial_state=states,
-        initial_state_indices=slots,
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        initial_state_indices=USED,
+        cu_seqlens=ENDS,
         A_log=a_log,
         dt_bias=dt_bias,
         output_intermediate_states=True,
@@ -142,12 +137,12 @@ def test_kimi_s_delta_rule_goes_on_from_states_and_tracks_those_on_the_way() -> 
         track_chunk_idx=torch.tensor([-1, 1]),
     )
     last = torch.empty(2, 1, HEADS, DIM_K)
-    apply_kimi_delta_rule_to_tokens(qkv[-2:], gate[-2:], beta[-2:], a_log, dt_bias, DIM_K**-0.5, states, last, slots)
+    apply_kimi_delta_rule_to_tokens(qkv[-2:], gate[-2:], beta[-2:], a_log, dt_bias, DIM_K**-0.5, states, last, USED)
 
-    decay = -a_log.exp() * functional.softplus(gate + dt_bias).reshape(1, total, HEADS, DIM_K)
+    decay = -a_log.exp() * functional.softplus(gate + dt_bias).reshape(1, TOTAL, HEADS, DIM_K)
     assert chunks.shape == (1, 3 + 2, HEADS, DIM_K, DIM_K)
     assert tracked[0].isnan().all()
-    for row, (slot, tokens) in enumerate([(3, [*range(150), 220]), (1, [*range(150, 220), 221])]):
+    for row, (slot, tokens) in enumerate(SEQUENCES):
         for end, state in ((len(tokens), states[slot]), (64, chunks[0, 3 * row + 1])):
             expected, after = recurrent_kimi_delta_attention(
                 *(x[:, tokens[:end]] for x in (q, k, v, decay, beta[None].sigmoid())),
@@ -155,11 +150,10 @@ def test_kimi_s_delta_rule_goes_on_from_states_and_tracks_those_on_the_way() -> 
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
             )
-            torch.testing.assert_close(state, after[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
+            assert_close(state, after[0].transpose(-1, -2))
             if end == len(tokens):
-                found = torch.cat([output[:, tokens[:-1]], last[row][None]], 1)
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(tracked[1], chunks[0, 4], rtol=0, atol=0)
+                assert_close(torch.cat([output[:, tokens[:-1]], last[row][None]], 1), expected)
+    assert torch.equal(tracked[1], chunks[0, 4])
     assert torch.equal(states[[0, 2, 4]], before[[0, 2, 4]])
 
 
@@ -167,17 +161,14 @@ GROUPS, DIM, DIM_STATE, CHUNK = 2, 6, 5, 64
 
 
 def test_mamba_2_goes_on_from_states_and_returns_those_on_the_way() -> None:
-    lengths = [150, 70]
-    total = sum(lengths) + 2  # and one token more of each
-    x, dt = torch.randn(total, HEADS_V, DIM), torch.randn(total, HEADS_V)
-    b, c = torch.randn(2, total, GROUPS, DIM_STATE).unbind()
+    x, dt = torch.randn(TOTAL, HEADS_V, DIM), torch.randn(TOTAL, HEADS_V)
+    b, c = torch.randn(2, TOTAL, GROUPS, DIM_STATE).unbind()
     a, d, dt_bias = -torch.rand(HEADS_V), torch.randn(HEADS_V), torch.randn(HEADS_V)
     states = torch.randn(SLOTS, HEADS_V, DIM, DIM_STATE)
-    slots = torch.tensor([3, 1])
     before = states.clone()
 
-    out = torch.full((total - 2, HEADS_V, DIM), torch.nan)
-    on_grid, states[slots], tracked = scan_prompts(
+    out = torch.full((TOTAL - 2, HEADS_V, DIM), torch.nan)
+    on_grid, states[USED], tracked = scan_prompts(
         x[None, :-2],
         dt[None, :-2],
         a,
@@ -186,10 +177,10 @@ def test_mamba_2_goes_on_from_states_and_returns_those_on_the_way() -> None:
         CHUNK,
         D=d,
         dt_bias=dt_bias,
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        cu_seqlens=ENDS,
         out=out[None],
         state_dtype=torch.float32,
-        initial_states=before[slots],
+        initial_states=before[USED],
         track_seq_idx=torch.tensor([1]),
         track_end_locs=torch.tensor([150 + 64]),
     )
@@ -203,46 +194,28 @@ def test_mamba_2_goes_on_from_states_and_returns_those_on_the_way() -> None:
         c[-2:],
         D=d[:, None].expand(-1, DIM),
         dt_bias=dt_bias[:, None].expand(-1, DIM),
-        state_batch_indices=slots,
+        state_batch_indices=USED,
         out=last,
     )
 
     assert on_grid.shape == (1, 4, HEADS_V, DIM, DIM_STATE)
     assert tracked is not None
-    assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
-    for row, (slot, tokens) in enumerate([(3, [*range(150), 220]), (1, [*range(150, 220), 221])]):
-        outputs, after = _token_by_token(before[slot], x[tokens], dt[tokens], a, b[tokens], c[tokens], d, dt_bias)
-        assert_close(torch.cat([out[tokens[:-1]], last[row, None]]), outputs)
+    for row, (slot, tokens) in enumerate(SEQUENCES):
+        outputs, after = [], [before[slot]]
+        for t in tokens:  # token by token
+            step = functional.softplus(dt[t] + dt_bias)[:, None, None]
+            of_b, of_c = (y[t].repeat_interleave(HEADS_V // GROUPS, dim=0)[:, None] for y in (b, c))
+            after.append((a[:, None, None] * step).exp() * after[-1] + step * x[t, :, :, None] * of_b)
+            outputs.append((after[-1] * of_c).sum(-1) + d[:, None] * x[t])
+        del after[0]
+        assert_close(torch.cat([out[tokens[:-1]], last[row, None]]), torch.stack(outputs))
         assert_close(states[slot], after[-1])
-        assert_close(
-            on_grid[0, [0, 1, 2] if slot == 3 else [3]],
-            torch.stack([before[3], after[63], after[127]] if slot == 3 else [after[192 - 150 - 1]]),
-        )
-        if slot == 1:
+        if slot == 3:
+            assert_close(on_grid[0, :3], torch.stack([before[3], after[63], after[127]]))
+        else:
+            assert_close(on_grid[0, 3], after[192 - 150 - 1])
             assert_close(tracked[0, 0], after[63])
     assert torch.equal(states[[0, 2, 4]], before[[0, 2, 4]])
-
-
-def _token_by_token(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    dt_bias: torch.Tensor,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The outputs, and the state behind each token."""
-    outputs, states = [], []
-    step = functional.softplus(dt + dt_bias)
-    b, c = (each.repeat_interleave(HEADS_V // GROUPS, dim=1) for each in (b, c))
-    for t in range(len(x)):
-        added = step[t, :, None, None] * x[t, :, :, None] * b[t, :, None]
-        state = (a * step[t]).exp()[:, None, None] * state + added
-        outputs.append((state * c[t, :, None]).sum(-1) + d[:, None] * x[t])
-        states.append(state)
-    return torch.stack(outputs), states
 
 
 def test_what_runs_for_each_token_is_what_sglangs_kernels_compute() -> None:

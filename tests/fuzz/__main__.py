@@ -1,9 +1,9 @@
-"""Fuzz what comes from outside, guided by coverage: ``python -m tests.fuzz [TARGET...] [--seconds N] [--keep]``.
+"""Fuzz what comes from outside, guided by coverage: ``python -m tests.fuzz [TARGET...] [--seconds N]``.
 
 Without targets, all have their turn; ``--seconds`` is for all of them together, by default ten minutes. Each runs in a
 process of its own, which may take 1 GiB of memory, and 10 s for one input. It begins with tests/fuzz/corpus/TARGET
-and with what a writer makes; with ``--keep``, some small inputs that reached new code are kept there. An input that
-fails is written to tests/fuzz/failed-*, and the exit code is 1. Run one again with ``--input FILE``.
+and with what a writer makes. An input that fails is written to tests/fuzz/failed-*, and the exit code is 1. Run one
+again with ``--input FILE``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import logging
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,14 +25,12 @@ NAMES = ["manifests", "segments", "bitstreams", "http", "redis", "profiles", "pr
 _MAX_INPUT_BYTES = 16384
 _MAX_RSS_MB = 1024
 _MAX_INPUT_S = 10
-_MOST_KEPT, _MOST_KEPT_BYTES = 24, 2048
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=int, default=600)
-    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--input", type=Path)
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -49,29 +46,20 @@ def main() -> int:
             seconds = max(1, args.seconds // len(names))
             artifacts = f"-artifact_prefix={FOLDER}/failed-{name}-"
             run = [f"-max_total_time={seconds}", "-print_final_stats=1", artifacts, *limits, *where]
-            code = _start(name, run)
-            if code:
+            command = [sys.executable, "-m", "tests.fuzz", name, "--child", *run]
+            if subprocess.run(command, cwd=FOLDER.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
                 failed.append(name)
-            elif args.keep and not args.input:
-                known.mkdir(parents=True, exist_ok=True)
-                reached = (path for path in Path(found).glob("[0-9a-f]*") if path.stat().st_size <= _MOST_KEPT_BYTES)
-                for path in sorted(reached, key=lambda path: path.stat().st_size)[-_MOST_KEPT:]:
-                    shutil.copy(path, known)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
-
-
-def _start(name: str, arguments: list[str]) -> int:
-    command = [sys.executable, "-m", "tests.fuzz", name, "--child", *arguments]
-    return subprocess.run(command, cwd=FOLDER.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
 def _fuzz(name: str, arguments: list[str]) -> int:
     """Fuzz one target in this process, which libFuzzer ends."""
     logging.disable()  # a server that logs each bad request is slower than what it is asked
     with atheris.instrument_imports(include=["sgl_kvfetch", "tests.fuzz"]):
-        from tests.fuzz.targets import TARGETS, mutate_body, seeds_of
+        from tests.codec.bitstream.mutations import mutate_body
+        from tests.fuzz.targets import TARGETS, seeds_of
     folders = [Path(each) for each in arguments if not each.startswith("-")]
     if folders[0].is_dir():
         for number, seed in enumerate(seeds_of(name)):

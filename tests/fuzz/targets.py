@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import hashlib
-import random
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -307,37 +305,6 @@ def seeds_of(name: str) -> Iterator[bytes]:
                 if not (get_codec(codec).is_video and shape[1] < 144):
                     frames = torch.arange(shape[2]).expand(shape[0], 3, *shape[1:]).to(torch.uint8).contiguous()
                     yield bytes([which, number]) + get_codec(codec).encode(frames)
-
-
-def mutate_body(data: bytes, rng: random.Random) -> bytes:
-    """Return a MessagePack map with one value changed, dropped or doubled; ``data`` itself if it is none."""
-    try:
-        body = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return data
-    node: Any = body
-    path: list[tuple[Any, Any]] = []
-    while isinstance(node, dict | list) and node and (not path or rng.random() < 0.8):
-        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        path.append((node, key))
-        node = node[key]
-    if not path:
-        return data
-    holder, key = path[-1]
-    match rng.randrange(5):
-        case 0:
-            del holder[key]
-        case 1 if isinstance(holder, list):
-            holder.insert(key, copy.deepcopy(node))
-        case 2 if isinstance(node, bytes | str):
-            holder[key] = (node * rng.choice((0, 2, 3)))[: rng.randrange(1, 4096)]
-        case 3 if isinstance(node, int):
-            holder[key] = max(-(1 << 63), min((1 << 64) - 1, node + rng.choice((-1, 1, node, 1 << rng.randrange(63)))))
-        case _:
-            holder[key] = rng.choice(
-                (None, 0, 1, 2, -1, 255, (1 << 64) - 1, b"", bytes(16), "", "a", [], {}, True, 0.5)
-            )
-    return msgspec.msgpack.encode(body)
 
 
 TARGETS: dict[str, Target] = {

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.targets import TARGETS, mutate_body, seeds_of
+from tests.codec.bitstream.mutations import mutate_body
+from tests.fuzz.targets import TARGETS, seeds_of
 
 FOLDER = Path(__file__).parent
 

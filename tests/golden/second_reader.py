@@ -537,15 +537,10 @@ def turned(k: np.ndarray, tokens: range, rope: dict[str, Any]) -> np.ndarray:
     positions = np.array(tokens, np.float32) / np.float32(rope["position_divisor"])
     angles = (positions[:, None] * np.array(rope["inv_freq"], np.float32)).astype(float)[:, None]
     cos, sin = (f(angles) * rope["attention_scaling"] for f in (np.cos, np.sin))
-    size = 2 * len(rope["inv_freq"])
-    first, second = (
-        (slice(0, size, 2), slice(1, size, 2))
-        if rope["interleaved"]
-        else (
-            slice(0, size // 2),
-            slice(size // 2, size),
-        )
-    )
+    half = len(rope["inv_freq"])
+    first, second = slice(0, half), slice(half, 2 * half)
+    if rope["interleaved"]:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     out = k.copy()
     out[..., first] = k[..., first] * cos - k[..., second] * sin
     out[..., second] = k[..., second] * cos + k[..., first] * sin

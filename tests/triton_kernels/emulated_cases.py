@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -89,25 +90,9 @@ def xxh3_digests() -> None:
         assert digest_of(sums, size) == xxhash.xxh3_128_digest(data[start : start + size].numpy().data), size
 
 
-def restore_klt_plain() -> None:
-    restoring_klt.run_case(restoring_klt.run_kernels, KLT)
-
-
-def restore_klt_rotated() -> None:
-    restoring_klt.run_case(restoring_klt.run_kernels, replace(KLT, coefficients=330, rotary_dim=40))
-
-
-def restore_klt_interleaved() -> None:
-    restoring_klt.run_case(
-        restoring_klt.run_kernels, replace(KLT, rotary_dim=80, interleaved=True, dtype=torch.float16)
-    )
-
-
-def restore_klt_fp8() -> None:
-    restoring_klt.run_case(restoring_klt.run_kernels, replace(KLT, rotary_dim=40, dtype=torch.float8_e4m3fn))
-    restoring_klt.run_case(
-        restoring_klt.run_kernels, replace(KLT, rotary_dim=80, interleaved=True, dtype=torch.float8_e5m2)
-    )
+def run_klt(*cases: restoring_klt.Case) -> None:
+    for case in cases:
+        restoring_klt.run_case(restoring_klt.run_kernels, case)
 
 
 def restore_klt_slots_anywhere() -> None:
@@ -222,7 +207,7 @@ def restore_klt_without(emulator: Emulator, instruction: str) -> None:
     emulator.kernels |= {key: kernel.without(instruction) for key, kernel in kernels.items()}
     try:
         with emulator.running():
-            restore_klt_plain()
+            run_klt(KLT)
     finally:
         emulator.kernels |= kernels
 
@@ -233,35 +218,44 @@ CONTROLS = {
     no_barriers: "barrier",
     no_waits_for_copies: "shared memory",
 }
-CASES: tuple[Callable[[], None], ...] = (
-    ans_decode_bits,
-    ans_decode_damaged,
-    ans_tables_decode_bits,
-    ans_tables_decode_damaged,
-    restore_exact_bits,
-    xxh3_digests,
-    restore_klt_plain,
-    restore_klt_rotated,
-    restore_klt_interleaved,
-    restore_klt_fp8,
-    restore_klt_slots_anywhere,
-    restore_klt_options,
-    quantise_klt,
-    load_of_a_coded_prompt,
-    load_of_an_exact_prompt,
-)
+ALL_TURN = replace(KLT, rotary_dim=80, interleaved=True)
+CASES: dict[str, Callable[[], None]] = {
+    "restore_klt plain": partial(run_klt, KLT),
+    "restore_klt rotated": partial(run_klt, replace(KLT, coefficients=330, rotary_dim=40)),
+    "restore_klt interleaved": partial(run_klt, replace(ALL_TURN, dtype=torch.float16)),
+    "restore_klt fp8": partial(
+        run_klt,
+        replace(KLT, rotary_dim=40, dtype=torch.float8_e4m3fn),
+        replace(ALL_TURN, dtype=torch.float8_e5m2),
+    ),
+} | {
+    case.__name__: case
+    for case in (
+        ans_decode_bits,
+        ans_decode_damaged,
+        ans_tables_decode_bits,
+        ans_tables_decode_damaged,
+        restore_exact_bits,
+        xxh3_digests,
+        restore_klt_slots_anywhere,
+        restore_klt_options,
+        quantise_klt,
+        load_of_a_coded_prompt,
+        load_of_an_exact_prompt,
+    )
+}
 
 
 def run_all(target: str) -> dict[str, Any]:
     """Return what was wrong with each case, an empty string if nothing was; and what ran."""
     emulator, wrong = Emulator(target), {}
-    for case in CASES:
-        wrong[case.__name__] = ""
+    for name, case in CASES.items():
+        wrong[name] = ""
         try:
             with emulator.running():
                 case()
         except Exception:
-            wrong[case.__name__] = traceback.format_exc()
+            wrong[name] = traceback.format_exc()
     kernels = sorted({kernel.program.name for kernel in emulator.kernels.values()})
     for control, text in CONTROLS.items():
         wrong[control.__name__] = "not seen"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from triton.runtime.jit import create_function_from_signature
 from benchmarks.compiled_kernels.recorder import Recorder
 from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
-from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
+from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.triton_kernels import quantise_klt
 from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import make_profile as make_numbers, place_of
 from tests.triton_kernels.cases import replaced_kernels
 from tests.triton_kernels.coded_load import CodedPrompt
 
@@ -53,62 +56,30 @@ def slots_of(num_tokens: int) -> Iterator[torch.Tensor]:
         yield SLOTS[first : first + num_tokens]
 
 
-def buffers(layers: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [torch.empty((len(SLOTS), 4 * HEADS, DIM), dtype=dtype)[:, :HEADS] for _ in range(layers)]
+def buffers(layers: int) -> list[torch.Tensor]:
+    return [torch.empty((len(SLOTS), 4 * HEADS, DIM), dtype=torch.bfloat16)[:, :HEADS] for _ in range(layers)]
 
 
-def forward_of(layers: int, kept: int) -> KltForward:
-    channels, norms = 2 * layers * HEADS * DIM, 2 * layers * HEADS
-    bits, high = torch.empty((2, channels), dtype=torch.int32)
-    return KltForward(
-        matrix=torch.empty((channels, channels), dtype=torch.bfloat16),
-        mean=torch.empty(channels),
-        inverse_spread=torch.empty(channels),
-        sensitivity=torch.empty(channels + norms + 1),
-        limits=torch.empty(channels),
-        bits=bits,
-        high=high,
-        inverse_steps=torch.empty(256),
-        kept=kept,
-        num_rows=kept + 3,
-        interleaved=False,
-        turns=(0,) * layers,
-    )
-
-
-def launch_all() -> None:
-    shape = restore_klt.klt_shape(*(buffers(1) * 2), 3, DIM)
+def quantise_prompts() -> None:
+    """Of cells of three layers and of one, one or more at once."""
+    rope = Rope(inv_freq=(1.0,) * (DIM // 2))
+    profile = make_numbers(num_layers=4, num_heads=HEADS, head_dim=DIM, cell_heads=HEADS, rope=rope)
+    quantiser = KltQuantiser(profile, step=1.0)
+    forwards = [quantiser.forward(place_of(profile, key, 1)) for key in profile.cells]
     for tokens in TOKENS:
         for slots in slots_of(tokens):
-            for num_cells in (1, 16):
-                table = torch.empty(num_cells * shape.row_bytes, dtype=torch.uint8)
-                for page_size in (1, 64):
-                    restore_klt.launch_klt(
-                        shape, torch.bfloat16, 16, restore_klt.OPTIONS[0], table, slots, page_size, tokens, tokens % 5
-                    )
-            for kinds in (((4, 700), (4, 701), (1, 64)), ((1, 64),)):
-                inputs = [
-                    quantise_klt.KltInput(forward_of(layers, kept), buffers(layers), buffers(layers))
-                    for layers, kept in kinds
-                ]
+            for cells_of in (forwards, forwards[1:]):
+                sides = [(buffers(len(each.turns)), buffers(len(each.turns))) for each in cells_of]
+                inputs = [quantise_klt.KltInput(each, *side) for each, side in zip(cells_of, sides, strict=True)]
                 cells = quantise_klt.KltCells(inputs, lambda x: x)
-                rotations, output = (
-                    torch.empty((1, tokens, DIM)),
-                    torch.empty((cells.output_rows, tokens), dtype=torch.uint8),
-                )
-                cells.quantise(slots, rotations, tokens % 4, output)
-        chunk = ans.AnsChunk(0, 4 * tokens, 2, tokens, 0)
-        for chunks in ([chunk], [chunk] * 16):
-            data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))
-            ans.ans_decode(data, chunks, rows)
-        for num_inputs in (1, 16):
-            xxh3.xxh3_sums(torch.empty(1 << 16, dtype=torch.uint8), [(0, 241 + tokens)] * num_inputs)
+                output = torch.empty((cells.output_rows, tokens), dtype=torch.uint8)
+                cells.quantise(slots, torch.empty((1, tokens, DIM)), tokens % 4, output)
 
 
 def load_prompts() -> None:
     """As SGLang's linker does: of any length, from any page on, in parts of any number of cells. The pool's layers have
     the shape of ``buffers``."""
-    klt, exact = KltQuantiser(make_profile(DIM), step=1.0), make_quantiser("exact")
+    klt, exact = KltQuantiser(replace(make_profile(DIM), num_sinks=3), step=1.0), make_quantiser("exact")
     of_kinds = (klt, 1, (32, 1)), (klt, 16, (2, 1)), (exact, 1, (32, 1)), (exact, 16, (2, 1))
     for quantiser, page_size, segment_pages in of_kinds:
         geometry, num_pages = KVGeometry(3, 4 * HEADS, DIM, DIM, page_size, "bfloat16"), sum(segment_pages)
@@ -149,7 +120,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     without_variant = load_without_variant()
     with replaced_kernels(Keys) as kernels:
-        launch_all()
+        quantise_prompts()
         load_prompts()
     numbers = {name: len(kernel.found) for name, kernel in kernels.items()}
     print(json.dumps({"specialisations": numbers, "without variant": without_variant}))

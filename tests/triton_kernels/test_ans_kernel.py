@@ -10,8 +10,11 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode, ans_decode_reference
+from sgl_kvfetch.triton_kernels import ans, runtime
+from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode, ans_decode_reference, try_gpu_ans
+from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 from tests.codec.bitstream.test_ans import coefficients
+from tests.plugin.device.fake_streams import FakeDevice
 from tests.triton_kernels.cases import DEVICE, poisoned
 
 pytestmark = pytest.mark.slow
@@ -46,30 +49,20 @@ def decoded(data: torch.Tensor, chunks: Sequence[AnsChunk]) -> tuple[list[int], 
 
 
 def test_the_native_coders_bits_at_any_number_of_tokens() -> None:
-    """Chunks of different shapes in one launch, with escaped integers."""
+    """Chunks of different shapes in one launch. Also integers that no model expects: noise, in which most are escaped
+    in narrow rows and classes jump, and the extremes."""
     every = [coefficients(3, tokens) for tokens in (1, 5, 31, 32, 33, 63, 64, 200)]
     every += [coefficients(6, 33), coefficients(33, 9)]
     assert sum(int((x == 0).sum()) for x in every)  # in narrow rows no distribution has 0
-    data, chunks = joined([CODEC.encode(x) for x in every], [(len(x), x.shape[3]) for x in every])
-    status, found = decoded(data, chunks)
-    assert status == [0] * len(every)
-    assert all(torch.equal(x, y.view(-1).to(DEVICE)) for x, y in zip(found, every, strict=True))
-    assert torch.equal(
-        ans_decode_reference(data, chunks, poisoned(1 << 15, dtype=torch.uint8)), torch.zeros(len(every))
-    )
-
-
-def test_integers_that_no_model_expects() -> None:
-    """Noise, in which most integers are escaped in narrow rows and classes jump; and the extremes."""
-    random = torch.Generator().manual_seed(0)
-    noise = torch.randint(0, 256, (3, 3, 1, 40), dtype=torch.uint8, generator=random)
+    noise = torch.randint(0, 256, (3, 3, 1, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     noise[::2] = 128
     noise[0, 1, 0, 3:9] = 255
-    every = [noise, *(torch.full((1, 3, 1, 33), value, dtype=torch.uint8) for value in (0, 128, 255))]
+    every += [noise, *(torch.full((1, 3, 1, 33), value, dtype=torch.uint8) for value in (0, 128, 255))]
     data, chunks = joined([CODEC.encode(x) for x in every], [(len(x), x.shape[3]) for x in every])
     status, found = decoded(data, chunks)
     assert status == [0] * len(every)
     assert all(torch.equal(x, y.view(-1).to(DEVICE)) for x, y in zip(found, every, strict=True))
+    assert not ans_decode_reference(data, chunks, poisoned(1 << 15, dtype=torch.uint8)).any()
 
 
 def native_verdict(bitstream: bytes, chunk: AnsChunk) -> torch.Tensor | None:
@@ -125,3 +118,19 @@ def test_other_arguments_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ans_decode(data, [AnsChunk(*chunk)], out)
+
+
+def test_a_trial_decides_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)  # the kernels' references run
+    assert try_gpu_ans(FakeDevice()) == (True, "ans is decoded on the GPU")
+    for name, wrong, message in (
+        ("ans_decode", lambda *args: ans_decode(*args) + 0 * args[2].fill_(3).max(), "a trial gave other integers"),
+        ("ans_decode", lambda *args: ans_decode(*args) + 1, "a trial's bitstream does not decode"),
+        ("xxh3_sums", lambda *args: xxh3_sums(*args) + 1, "a trial gave another checksum"),
+        ("xxh3_sums", lambda *args: 1 // 0, "a trial failed: ZeroDivisionError: integer division or modulo by zero"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(ans, name, wrong)
+            assert try_gpu_ans(FakeDevice()) == (False, f"ans is decoded on the CPU: {message}")
+    monkeypatch.setenv("KVFETCH_GPU", "0")
+    assert try_gpu_ans(FakeDevice()) == (False, "ans is decoded on the CPU: KVFETCH_GPU=0 is set")

@@ -1,6 +1,4 @@
-"""The kernels as machine code for one card, and the package without Triton. Each in a process of its own: this one
-interprets. `test_other_cards.py` has the other cards, and the oldest Triton.
-"""
+"""The kernels as machine code, and the package without Triton. Each in a process of its own: this one interprets."""
 
 from __future__ import annotations
 
@@ -88,47 +86,21 @@ def test_every_variant_is_named_here(compiled: Facts) -> None:
     assert {kernel for kernel, _ in compiled} == named | exact
 
 
-def test_references_need_no_triton() -> None:
-    run_python(
-        "-c",
-        """
+REFERENCES = """
 import sys
 sys.modules["triton"] = None
 import torch
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec
-from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
-from sgl_kvfetch.codec import pack
-from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape, restore_klt
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
-
-output, slots = torch.zeros(9, 2, 64), torch.arange(9)
-packed, _ = pack(torch.full((9,), 128, dtype=torch.uint8).numpy(), torch.empty(0, dtype=torch.uint8).numpy())
-data = torch.frombuffer(bytearray(bytes(4) + packed), dtype=torch.uint8)
-model = KltModel(
-    klt_shape(output, output, 1),
-    torch.ones((5, 256), dtype=torch.bfloat16),
-    torch.full((256,), 3.0),
-    torch.zeros(256),
-    [output],
-    [output],
-    [0],
-)
-integers = torch.zeros((5, 9), dtype=torch.uint8)
-restore_klt([KltCell(model, integers, None, 1, 0, data, 0)], data, slots, 9)
-assert bool((output == 3.0).all())
-rows = torch.full((1, 3, 1, 96), 128, dtype=torch.uint8)
-bitstream = AnsCodec().encode(rows)
-data = torch.frombuffer(bytearray(bitstream) + bytes(-len(bitstream) % 4), dtype=torch.uint8)
-decoded = torch.zeros(288, dtype=torch.uint8)
-assert ans_decode(data, [AnsChunk(0, len(bitstream), 1, 96, 0)], decoded).tolist() == [0]
-assert torch.equal(decoded, rows.flatten())
-assert xxh3_sums(decoded, [(0, 288)]).shape == (1, 8)
-elsewhere = [output.to("meta")]
+from tests.triton_kernels import test_ans_kernel as ans, test_restore_klt_kernel as klt, test_xxh3_kernel as xxh3
+ans.test_the_native_coders_bits_at_any_number_of_tokens()
+klt.run_case(klt.run_kernels, klt.SMALL)
+xxh3.test_extremes()
+elsewhere = torch.zeros((9, 2, 64), device="meta")
 calls = (
-    lambda: xxh3_sums(decoded.to("meta"), [(0, 288)]),
-    lambda: KltCells([KltInput(None, elsewhere, elsewhere)], None),
+    lambda: xxh3_sums(torch.zeros(288, dtype=torch.uint8, device="meta"), [(0, 288)]),
+    lambda: KltCells([KltInput(None, [elsewhere], [elsewhere])], None),
 )
 for call in calls:
     try:
@@ -137,5 +109,35 @@ for call in calls:
         assert "triton" in str(e)
     else:
         raise AssertionError("no error")
-""",
-    )
+"""
+
+
+def test_references_need_no_triton() -> None:
+    run_python("-c", REFERENCES)
+
+
+# Of a release
+
+OTHERS = ("sm_80", "sm_89", "sm_100", "gfx942")
+
+
+@pytest.fixture(scope="module")
+def compiled_for_all() -> Facts:
+    return facts_of(TARGET, *OTHERS)
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_compiles_for_another_card(target: str, compiled_for_all: Facts) -> None:
+    for (kernel, of), facts in compiled_for_all.items():
+        if of == target and not kernel.startswith("exact_tokens"):
+            check(kernel, facts, target)
+
+
+def test_the_oldest_triton_compiles_every_kernel(compiled_for_all: Facts, oldest_triton: Path) -> None:
+    """For one target, which takes half a minute. `test_emulated_kernels` takes another."""
+    found = facts_of(TARGET, triton=oldest_triton)
+    assert set(found) == {(kernel, target) for kernel, target in compiled_for_all if target == TARGET}
+    for (kernel, target), facts in found.items():
+        assert facts["stack_bytes"] == 0, f"{kernel}: registers spill"
+        assert facts["access_bytes"] >= compiled_for_all[kernel, target]["access_bytes"], kernel
+        assert facts["instructions"] == compiled_for_all[kernel, target]["instructions"], kernel

@@ -86,12 +86,6 @@ def quantised_all(
     return list(zip(exponents, integers, strict=True))
 
 
-def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exponents and integers that the kernels make of one cell."""
-    (found,) = quantised_all(quantiser, values, [place])
-    return found
-
-
 def coefficients_of(quantiser: KltQuantiser, integers: torch.Tensor, place: CellPlace) -> torch.Tensor:
     """Return coefficients of one or two integers, in steps."""
     forward = quantiser.forward(place)
@@ -101,17 +95,13 @@ def coefficients_of(quantiser: KltQuantiser, integers: torch.Tensor, place: Cell
     return found
 
 
-def assert_as_the_quantiser(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> torch.Tensor:
-    """But for roundings that the order of sums tips: few, and by one. Return the exponents."""
-    return assert_equal(quantiser, quantised_there(quantiser, values, place), values, place)
-
-
-def assert_equal(
-    quantiser: KltQuantiser, made: tuple[torch.Tensor, torch.Tensor], values: CellValues, place: CellPlace
+def assert_as_the_quantiser(
+    quantiser: KltQuantiser, values: CellValues, place: CellPlace, made: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """The same, of what kernels have made."""
+    """But for roundings that the order of sums tips: few, and by one. Return the exponents. ``made``: what kernels have
+    made of the cell; by default, they run."""
     wanted, _, integers = quantiser.quantise(values, place)
-    exponents, found = made
+    exponents, found = made or quantised_all(quantiser, values, [place])[0]
     same = exponents == wanted
     assert int((~same).sum()) <= len(same) // 50
     assert int((exponents.int() - wanted.int()).abs().max()) <= 1
@@ -150,7 +140,7 @@ def test_many_cells_in_few_launches(scratch_bytes: int, monkeypatch: pytest.Monk
     batches = list(KltCells(inputs_there(quantiser, values, places)[0], there)._batches(33))
     assert len(batches) == {1: 4, 50_000: 3, 1 << 20: 1}[scratch_bytes]
     for made, place in zip(quantised_all(quantiser, values, places), places, strict=True):
-        assert_equal(quantiser, made, values.cell(place.layers, place.heads), place)
+        assert_as_the_quantiser(quantiser, values.cell(place.layers, place.heads), place, made)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 17, 70])
@@ -178,7 +168,7 @@ def test_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {0, 1, 7, 20} <= set((exponents == EXACT).nonzero().flatten().tolist()) < set(range(40))
 
     values.k[3, 0, 1, 4], values.v[30, 2, 0, 23] = torch.inf, torch.nan
-    exponents, integers = quantised_there(quantiser, values, place)
+    ((exponents, integers),) = quantised_all(quantiser, values, [place])
     assert (exponents == NOT_FINITE).nonzero().flatten().tolist() == [3, 30]
     assert bool((integers[:, [0, 3, 7, 20, 30]] == 128).all())
 

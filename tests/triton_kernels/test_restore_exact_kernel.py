@@ -64,7 +64,10 @@ class Span:
             hostile((self.tokens, self.layers, self.heads, dim), self.dtype, kind, generator) for dim in (k, v)
         ]
         self.planes = [plane for x in self.values for plane in to_planes(x)]
-        self.buffers = self._buffers(k, v)
+        shape = NUM_SLOTS, self.heads + 2
+        shapes = [(NUM_SLOTS, 1, k + v)] if self.is_mla else [(*shape, k), (*shape, v)]
+        self.memory = [poisoned(*x, dtype=self.dtype) for x in shapes for _ in range(self.layers)]
+        self.buffers = self._views(self.memory)
         num_pages = self.tokens // self.page_size
         first = torch.randperm(NUM_SLOTS // self.page_size, generator=generator)[: max(1, num_pages - 1)]
         self.slots = (first[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
@@ -73,16 +76,12 @@ class Span:
         pick.shuffle(pages)
         self.pages = torch.tensor(pages, dtype=torch.int32, device=DEVICE)
 
-    def _buffers(self, k: int, v: int) -> list[list[torch.Tensor]]:
-        """Return the views of the cell's heads in buffers of all heads, of each layer."""
+    def _views(self, memory: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the cell's heads in buffers of all heads, of K and V of each layer."""
         if self.is_mla:
-            whole = [poisoned(NUM_SLOTS, 1, k + v, dtype=self.dtype) for _ in range(self.layers)]
-            self.memory = whole
-            return [[x[..., v:] for x in whole], [x[..., :v] for x in whole]]
-        sides = [
-            [poisoned(NUM_SLOTS, self.heads + 2, dim, dtype=self.dtype) for _ in range(self.layers)] for dim in (k, v)
-        ]
-        self.memory = [x for side in sides for x in side]
+            v = self.values[1].shape[-1]
+            return [[x[..., v:] for x in memory], [x[..., :v] for x in memory]]
+        sides = memory[: self.layers], memory[self.layers :]
         return [[x[:, 1 : 1 + self.heads] for x in side] for side in sides]
 
     def expected(self) -> list[torch.Tensor]:
@@ -96,18 +95,10 @@ class Span:
             which = page * self.page_size + token % self.page_size
             if page < 0 or which >= len(self.slots):
                 continue
-            for x, buffers in zip(joined, self._buffers_in(before), strict=True):
+            for x, buffers in zip(joined, self._views(before), strict=True):
                 for layer, buffer in enumerate(buffers):
                     buffer[self.slots[which]] = integer_view(x[token, layer])
         return before
-
-    def _buffers_in(self, memory: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        k = self.values[0].shape[-1]
-        if self.is_mla:
-            v = self.values[1].shape[-1]
-            return [[x[..., v:] for x in memory], [x[..., :v] for x in memory]]
-        assert k
-        return [[x[:, 1 : 1 + self.heads] for x in memory[i : i + self.layers]] for i in (0, self.layers)]
 
     def restore(self, planes: Sequence[torch.Tensor]) -> None:
         shape = exact_shape(*self.buffers, 3)

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec import pack
-from sgl_kvfetch.codec.quant import klt
-from sgl_kvfetch.codec.quant.base import CellValues, to_planes
-from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, scales_of
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer
+from sgl_kvfetch.codec.quant.base import to_planes
+from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, scales_of
 from sgl_kvfetch.codec.quant.rope import Rope, Rotations, rotate
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.triton_kernels import restore_klt as kernels
@@ -37,14 +35,12 @@ from sgl_kvfetch.triton_kernels.runtime import (
     stored_values,
     tl,
 )
-from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
     DEVICE,
     FLOATS,
     FP8,
     NUM_SLOTS,
     Shape,
-    assert_nearly_same,
     assert_same_bits,
     make_buffers,
     poisoned,
@@ -234,52 +230,6 @@ def test_right_up_to_the_order_of_sums(rotation: dict[str, Any], dtype: torch.dt
 
 
 @both
-@pytest.mark.parametrize("rotary_dim", [0, 6])
-def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a last bit here and there: both add in an order of their own. The last cells have one layer. All cells
-    are restored in one launch."""
-    for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
-        monkeypatch.setattr(klt, product, False)  # these products round more than one in float32
-    ropes = Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25), Rope(inv_freq=(0.5, 0.3, 0.2))
-    kinds = (1, None, 0, 0) if rotary_dim else (None,) * 4
-    layers = LayerMap(layers=tuple(ModelLayer(rotation=x) for x in kinds), rotations=ropes if rotary_dim else ())
-    profile = make_profile(num_layers=4, head_dim=16, v_head_dim=24, cell_heads=2, layers=layers, num_sinks=2)
-    quantiser = KltQuantiser(profile, step=0.03)
-    assert quantiser.coefficient_shares[1] > 0.3  # so many need two integers
-    values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, 50, 0)))
-    cells, wanted = [], []
-    for place in (place_of(profile, key, 50, 0) for key in profile.cells):
-        exponents, exact, integers = quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
-        assert (exponents == EXACT).nonzero().flatten().tolist() == [0, 1]
-        wanted.append(quantiser.dequantise(quantised, torch.bfloat16, place))
-        k, v = (make_buffers(Shape(50, *x.shape[1:]), torch.bfloat16) for x in wanted[-1])
-        inverse, shape = (
-            quantiser.inverse_of(place).to(DEVICE),
-            klt_shape(k[0], v[0], 3, rotary_dim, mixed=rotary_dim > 0),
-        )
-        scales = (scales_of(torch.arange(256, dtype=torch.uint8)) * quantiser.step).to(DEVICE)
-        table = torch.arange(50, dtype=torch.int32).numpy().tobytes()
-        packed, num_exact = pack(exponents.numpy(), exact.numpy())
-        cells.append(
-            KltCell(
-                KltModel(shape, inverse.matrix, inverse.mean, scales, k, v, inverse.turns),
-                integers.to(DEVICE),
-                None if inverse.rotations is None else inverse.rotations.make_table(0, 50, DEVICE),
-                50,
-                num_exact,
-                torch.frombuffer(bytearray(table + packed), dtype=torch.uint8).to(DEVICE),
-                0,
-            )
-        )  # fmt: skip
-    slots = scattered_slots(50)
-    run(cells, slots, 1)
-    for cell, expected in zip(cells, wanted, strict=True):
-        for buffers, values_ in zip((cell.model.k, cell.model.v), expected, strict=True):
-            assert_nearly_same(torch.stack([x[slots].cpu() for x in buffers], dim=1), values_)
-            assert_same_bits(torch.stack([x[slots[:2]].cpu() for x in buffers], dim=1), values_[:2])
-
-
-@both
 @pytest.mark.parametrize(
     "case",
     [
@@ -451,53 +401,54 @@ def test_rows_of_zeros_write_nothing() -> None:
     span.check(torch.arange(0))
 
 
-class TestArguments:
-    """What does not fit together is named, both sides."""
+def test_integers_that_do_not_fit_are_named() -> None:
+    span = Span(SMALL)
+    of_bytes = poisoned(6404, dtype=torch.uint8)
+    for integers, expected in (
+        (of_bytes[:6237].view(99, 63), r"\(100, 63\) at a multiple of 1 bytes"),
+        (poisoned(100, 126, dtype=torch.uint8)[:, :63], r"\(100, 63\) at a multiple of 1 bytes"),
+        (poisoned(100, 63, dtype=torch.int8), r"\(100, 63\) at a multiple of 1 bytes"),
+        (of_bytes[4:].view(100, 64), r"\(100, 64\) at a multiple of 16 bytes"),
+    ):
+        with pytest.raises(ValueError, match=f"integers are .*, expected contiguous uint8 {expected}"):
+            span.cell(integers=integers).row()
 
-    def test_integers(self) -> None:
-        span = Span(SMALL)
-        expected = r"integers are .*, expected contiguous uint8 \(100, 63\) at a multiple of 1 bytes"
-        for integers in (
-            poisoned(99, 63, dtype=torch.uint8),
-            poisoned(100, 126, dtype=torch.uint8)[:, :63],
-            poisoned(100, 63, dtype=torch.int8),
-        ):
-            with pytest.raises(ValueError, match=expected):
-                span.cell(integers=integers).row()
-        with pytest.raises(ValueError, match=r"expected contiguous uint8 \(100, 64\) at a multiple of 16 bytes"):
-            span.cell(integers=poisoned(6404, dtype=torch.uint8)[4:].view(100, 64)).row()
 
-    def refused(self, match: str, error: type[Exception] = ValueError, **changes: Any) -> None:
-        model = Span(SMALL).cell().model
-        with pytest.raises(error, match=match):
-            replace(model, **changes)
+def buffers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [poisoned(1024, *shape, dtype=dtype)] * 2
 
-    def test_buffers(self) -> None:
-        three = [poisoned(1024, 3, 80, dtype=torch.bfloat16)] * 3
-        self.refused("3 layers of K, 2 of V", k=three)
-        self.refused("2 layers, rotations of 1", turns=[0])
-        self.refused("rotations of their own, and the shape has one", turns=[0, 1])
-        self.refused("buffers are .*, expected", k=[poisoned(1024, 2, 80, dtype=torch.bfloat16)] * 2)
-        self.refused("buffers are .*, expected", v=[poisoned(1024, 3, 56, dtype=torch.float16)] * 2)
-        off = poisoned(1024 * 240 + 1, dtype=torch.bfloat16)[1:].view(1024, 3, 80)
-        self.refused("does not begin at a multiple of 16 bytes", k=[off] * 2)
-        wide = {t: [poisoned(1024, 3, d, dtype=torch.float64)] * 2 for t, d in (("k", 80), ("v", 56))}
-        self.refused(r"have no torch\.float64: expected float32, .*float8_e5m2", UnsupportedError, **wide)
 
-    def test_matrix(self) -> None:
-        channels = 2 * 3 * (80 + 56)
-        matrix = torch.zeros((100, channels), dtype=torch.bfloat16, device=DEVICE)
-        self.refused(rf"matrix: .* \(100, {channels - 16}\)", matrix=matrix[:, 16:])
-        self.refused("matrix: torch.float32", matrix=matrix.float())
-        self.refused("expected contiguous", matrix=torch.zeros_like(matrix).T.contiguous().T)
+MATRIX = torch.zeros((100, 816), dtype=torch.bfloat16, device=DEVICE)
+OFF = poisoned(1024 * 240 + 1, dtype=torch.bfloat16)[1:].view(1024, 3, 80)
 
-    def test_mean_and_scales(self) -> None:
-        self.refused("mean: .* expected contiguous torch.float32", mean=torch.zeros((2, 408), device=DEVICE))
-        self.refused("mean: torch.float64", mean=torch.zeros(816, dtype=torch.float64, device=DEVICE))
-        self.refused(r"scales: .* expected contiguous torch.float32 \(256,\)", scales=torch.zeros(8, device=DEVICE))
 
-    @pytest.mark.parametrize(("rotary_dim", "dim"), [(81, 80), (82, 80), (66, 67)])
-    def test_rotation(self, rotary_dim: int, dim: int) -> None:
-        buffer = poisoned(4, 1, dim, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": buffers(3, 80)[:1] * 3}, "3 layers of K, 2 of V"),
+        ({"turns": [0]}, "2 layers, rotations of 1"),
+        ({"turns": [0, 1]}, "rotations of their own, and the shape has one"),
+        ({"k": buffers(2, 80)}, "buffers are .*, expected"),
+        ({"v": buffers(3, 56, dtype=torch.float16)}, "buffers are .*, expected"),
+        ({"k": [OFF] * 2}, "does not begin at a multiple of 16 bytes"),
+        ({"matrix": MATRIX[:, 16:]}, r"matrix: .* \(100, 800\)"),
+        ({"matrix": MATRIX.float()}, "matrix: torch.float32"),
+        ({"matrix": MATRIX.T.contiguous().T}, "expected contiguous"),
+        ({"mean": torch.zeros((2, 408), device=DEVICE)}, "mean: .* expected contiguous torch.float32"),
+        ({"mean": torch.zeros(816, dtype=torch.float64, device=DEVICE)}, "mean: torch.float64"),
+        ({"scales": torch.zeros(8, device=DEVICE)}, r"scales: .* expected contiguous torch.float32 \(256,\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_together_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Span(SMALL).cell().model, **changes)
+
+
+def test_shapes_that_kernels_do_not_know_are_named() -> None:
+    wide = {"k": buffers(3, 80, dtype=torch.float64), "v": buffers(3, 56, dtype=torch.float64)}
+    with pytest.raises(UnsupportedError, match=r"have no torch\.float64: expected float32, .*float8_e5m2"):
+        replace(Span(SMALL).cell().model, **wide)
+    for rotary_dim, dim in ((81, 80), (82, 80), (66, 67)):
+        (buffer, _) = buffers(1, dim)
         with pytest.raises(ValueError, match=f"rotation of {rotary_dim} of the {dim} values of a head"):
             klt_shape(buffer, buffer, 1, rotary_dim)

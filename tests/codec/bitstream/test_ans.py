@@ -15,7 +15,7 @@ from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, AnsTablesCodec, sta
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
 from sgl_kvfetch.errors import CorruptError
-from tests.golden.second_reader import groups_of, unans, unans_tables
+from tests.golden.second_reader import unans, unans_tables
 
 VECTORS, PORTABLE = AnsCodec(), AnsCodec(is_portable=True)
 TABLES, PORTABLE_TABLES = AnsTablesCodec(), AnsTablesCodec(is_portable=True)
@@ -119,18 +119,6 @@ def test_escaped_integers_fill_words_with_one_zero(codec: AnsCodec) -> None:
     assert bitstream[place] == 0
     with pytest.raises(CorruptError, match="has bytes that nothing uses"):
         decode(codec, bitstream[:place] + b"\1" + bitstream[place + 1 :], frames)
-
-
-@pytest.mark.parametrize("num_tokens", [1024, 1000])
-def test_groups_stand_alone(num_tokens: int) -> None:
-    """Nothing but the classes is common: of another cell's group with the same classes, all bytes may be taken."""
-    one, other = coefficients(40, num_tokens), coefficients(40, num_tokens)
-    other[:, :, :, 128:256] = one[:, :, :, 128:256].flip(3)
-    bitstreams = [VECTORS.encode(x) for x in (one, other)]
-    num_groups = -(-num_tokens // 128)
-    groups = [groups_of(x, num_groups) for x in bitstreams]
-    differ = [a != b for a, b in zip(*groups, strict=True)]
-    assert differ == [number == 1 for number in range(num_groups + 1)]
 
 
 def test_the_native_coder_refuses_wrong_sizes() -> None:

@@ -90,11 +90,9 @@ def test_every_integer_comes_back(is_portable: bool, data: st.DataObject) -> Non
 
 
 def test_levels_cost_little_more_than_all_at_once() -> None:
-    """Of integers whose widths the distributions know; benchmarks.codec measures those of a model."""
     frames = frames_of(integers_of(coefficients(300, 1024, 20.0), []))
     at_once = len(AnsCodec().encode(frames))
-    for num_levels in (2, 3):
-        assert sum(map(len, encode_ladder(frames, [], 300, num_levels))) < 1.02 * at_once
+    assert sum(map(len, encode_ladder(frames, [], 300, 3))) < 1.02 * at_once
 
 
 @pytest.mark.parametrize("num_levels", [2, 3, 4])

@@ -5,17 +5,30 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import random
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from harness.decoders import drop_decoders
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.base import FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps, Nvdec, NvdecDecoder, open_nvdec, open_nvdec_alone
+from sgl_kvfetch.codec.bitstream.nvdec import (
+    MAX_SURFACE_BYTES,
+    DecodeCaps,
+    Nvdec,
+    NvdecDecoder,
+    open_nvdec,
+    open_nvdec_alone,
+    surface_bytes,
+)
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.layout.frames import TileLayout
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -24,7 +37,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.segments import make_heads, page_hashes
+from tests.segments import make_segment
 
 HEVC, HEVC420 = HevcCodec(), Hevc420Codec()
 BOTH = pytest.mark.parametrize("codec", [HEVC, HEVC420], ids=lambda codec: codec.name)
@@ -39,11 +52,7 @@ def pictures(num_frames: int, height: int = 144, width: int = 144) -> torch.Tens
 
 
 FRAMES = pictures(3)
-
-
-@pytest.fixture(scope="module")
-def bitstreams() -> dict[str, bytes]:
-    return {codec.name: codec.encode(FRAMES) for codec in (HEVC, HEVC420)}
+CODED = {codec.name: codec.encode(FRAMES) for codec in (HEVC, HEVC420)}
 
 
 def make_decoder(nvc: FakeNvc, codec: HevcCodec = HEVC) -> FrameDecoder:
@@ -60,16 +69,16 @@ def decodes(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAM
 
 @BOTH
 @pytest.mark.parametrize("latency_pictures", [0, 2])
-def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]) -> None:
+def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int) -> None:
     for seed in range(4):
         nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
-        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name])
+        assert decodes(make_decoder(nvc, codec), CODED[codec.name])
         assert nvc.device.num_launching == 1  # for the whole bitstream
         # An access unit a packet, as the table has them, and the end.
-        assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
+        assert nvc.packets == [*map(bytes, split_access_units(CODED[codec.name])), b""]
 
 
-def test_there_is_one_decoder_for_each_size_and_chroma_format(bitstreams: dict[str, bytes]) -> None:
+def test_there_is_one_decoder_for_each_size_and_chroma_format() -> None:
     """None is reconfigured: that would hold the interpreter lock while the driver waits."""
     nvc = FakeNvc(FakeDevice())
     session = make_nvdec(nvc).open_session()
@@ -77,7 +86,7 @@ def test_there_is_one_decoder_for_each_size_and_chroma_format(bitstreams: dict[s
         frames = pictures(2, height, width)
         assert decodes(session["hevc"], HEVC.encode(frames), frames)
     for name in ("hevc420", "hevc", "hevc420"):
-        assert decodes(session[name], bitstreams[name])
+        assert decodes(session[name], CODED[name])
     sizes = (160, 240), (144, 144), (176, 144), (144, 144)
     assert nvc.calls == [("CreateDecoder", *size) for size in sizes]
 
@@ -90,21 +99,21 @@ def test_there_is_one_decoder_for_each_size_and_chroma_format(bitstreams: dict[s
         ("extra", "decodes to more than 3 pictures"),
     ],
 )
-def test_what_nvdec_gets_wrong_is_corrupt(fails: str, message: str, bitstreams: dict[str, bytes]) -> None:
+def test_what_nvdec_gets_wrong_is_corrupt(fails: str, message: str) -> None:
     nvc = FakeNvc(FakeDevice(), latency_pictures=1)
     decoder = make_decoder(nvc)
-    assert decodes(decoder, bitstreams["hevc"])
+    assert decodes(decoder, CODED["hevc"])
     nvc.fails = fails
     with pytest.raises(CorruptError, match=message):
-        decodes(decoder, bitstreams["hevc"])
+        decodes(decoder, CODED["hevc"])
     nvc.fails = ""
-    assert decodes(decoder, bitstreams["hevc"])
+    assert decodes(decoder, CODED["hevc"])
     assert [call[0] for call in nvc.calls] == ["CreateDecoder"] * 2  # that decoder was not used again
 
 
 @BOTH
-def test_cut_and_foreign_bitstreams_are_corrupt(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
-    good = bitstreams[codec.name]
+def test_cut_and_foreign_bitstreams_are_corrupt(codec: HevcCodec) -> None:
+    good = CODED[codec.name]
     units = [bytes(unit) for unit in split_access_units(good)]
     decoder = make_decoder(FakeNvc(FakeDevice()), codec)
     for bad in (
@@ -125,29 +134,11 @@ def test_cut_and_foreign_bitstreams_are_corrupt(codec: HevcCodec, bitstreams: di
     assert not decodes(decoder, other)  # it is set to a size, and scales others: that is left to the checksum
 
 
-def test_without_a_decoder_the_cpu_decodes(
-    bitstreams: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvdec, "_limited", LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
-    nvc = FakeNvc(FakeDevice())
-    decoder = make_decoder(nvc)
-    nvc.fails = "create"
-    found = decoder.decode(bitstreams["hevc"], (3, 144, 144))
-    assert found.on_cpu
-    assert torch.equal(found.frames, FRAMES)
-    assert (
-        "hevc is decoded on the CPU: NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
-        in caplog.text
-    )
-    nvc.fails = ""
-    assert decodes(decoder, bitstreams["hevc"])
-
-
-def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: dict[str, bytes]) -> None:
+def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu() -> None:
     nvc = FakeNvc(FakeDevice())
     engines = Nvdec(nvc, nvc.device, {})
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
-        found = NvdecDecoder(engines, HEVC, caps).decode(bitstreams["hevc"], (3, 144, 144))
+        found = NvdecDecoder(engines, HEVC, caps).decode(CODED["hevc"], (3, 144, 144))
         assert found.on_cpu
         assert torch.equal(found.frames, FRAMES)
     assert not nvc.calls
@@ -178,16 +169,12 @@ def test_planes_that_lie_as_their_frames_do_are_not_written_again(monkeypatch: p
     layout = TileLayout(width=144, height=144, head_rows=heads, head_cols=1, dim_rows=4, dim_cols=144)
     geometry = KVGeometry(num_layers=3, num_heads=heads, k_head_dim=dim, v_head_dim=dim, page_size=1, dtype="bfloat16")
     generator = torch.Generator().manual_seed(0)
-    values: dict[TensorName, torch.Tensor] = {  # so few different bytes that both planes are video
-        tensor: torch.randint(0, 64, (1, 3, heads, 2 * dim), generator=generator, dtype=torch.uint8).view(
-            torch.bfloat16
-        )
-        for tensor in TENSORS
-    }
+    # So few different bytes that both planes are video.
+    integers = torch.randint(0, 64, (2, 1, 3, heads, 2 * dim), generator=generator, dtype=torch.uint8)
+    values: dict[TensorName, torch.Tensor] = dict(zip(TENSORS, integers.view(torch.bfloat16), strict=True))
     quantiser = make_quantiser("exact")
     monkeypatch.setattr(type(quantiser), "layouts", lambda *_: dict.fromkeys(TENSORS, layout))
-    spec = SegmentSpec(make_heads(geometry, quantiser), quantiser, "hevc", "240p", 1)
-    segment = encode_segment(spec, values, 0, None, page_hashes(1))
+    segment, _ = make_segment(geometry, 1, codec="hevc", span_pages=1, values=values)
     reader = SegmentReader(segment.manifest, quantiser)
     assert {chunk.codec for chunk in reader.variant.chunks} == {"hevc"}
     nvc = FakeNvc(FakeDevice())
@@ -197,6 +184,139 @@ def test_planes_that_lie_as_their_frames_do_are_not_written_again(monkeypatch: p
         on_nvdec, on_cpu = reader.decode_cell(cell, data, session), reader.decode_cell(cell, data)
         assert all(torch.equal(x, y) for x, y in zip(on_nvdec, on_cpu, strict=True))
     assert nvc.packets
+
+
+# The bound on the surfaces of all decoders
+
+SIZES = ((144, 144), (160, 176), (240, 160), (176, 320))  # height, width
+SMALL = surface_bytes(3, 144, 144)
+
+
+TWO = {size: pictures(2, *size) for size in SIZES}
+CODED_TWO = {size: HEVC.encode(frames) for size, frames in TWO.items()}
+
+
+def cut(bitstream: bytes) -> bytes:
+    """Return a bitstream whose second picture does not decode."""
+    first, _ = split_access_units(bitstream)
+    return join_access_units([bytes(first), b"no picture"])
+
+
+@pytest.fixture
+def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
+    monkeypatch.setattr(nvdec, "_limited", LimitedLogger(logging.getLogger(nvdec.__name__)))  # nothing was said
+    return FakeNvc(FakeDevice())
+
+
+def open_decoders(nvc: FakeNvc, limit_bytes: int, count: int) -> tuple[Nvdec, list[FrameDecoder]]:
+    """Return engines, and decoders of ``hevc``, each in a session of its own."""
+    engines = make_nvdec(nvc)
+    engines.surface_limit_bytes = limit_bytes
+    return engines, [engines.open_session()["hevc"] for _ in range(count)]
+
+
+def is_on_nvdec(decoder: FrameDecoder, size: tuple[int, int] = SIZES[0]) -> bool:
+    """Return whether NVDEC decoded two pictures. The pixels are right in any case."""
+    found = decoder.decode(CODED_TWO[size], (2, *size))
+    assert torch.equal(found.frames, TWO[size])
+    return not found.on_cpu
+
+
+@contextmanager
+def busy(nvc: FakeNvc, decoder: FrameDecoder) -> Iterator[None]:
+    """Keep ``decoder`` in mid-picture. No other can decode on the device meanwhile."""
+    nvc.gate.clear()
+    nvc.at_gate.clear()
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(is_on_nvdec, decoder)
+        try:
+            assert nvc.at_gate.wait(20)
+            yield
+        finally:
+            nvc.gate.set()
+        assert future.result(20)
+
+
+def test_the_bound_holds(nvc: FakeNvc) -> None:
+    """Any sizes, on several threads, with corrupt bitstreams in between."""
+    limit_bytes = 3 * surface_bytes(3, 320, 176)
+    engines, decoders = open_decoders(nvc, limit_bytes, 5)
+
+    def work(index: int) -> list[bool]:
+        choose = random.Random(index)
+        there = []
+        for _ in range(25):
+            size = choose.choice(SIZES)
+            if choose.random() < 0.1:
+                with pytest.raises(CorruptError, match="decode"):  # NVDEC finds it, or the CPU
+                    decoders[index].decode(cut(CODED_TWO[size]), (2, *size))
+            there.append(is_on_nvdec(decoders[index], size))
+        return there
+
+    with ThreadPoolExecutor(len(decoders)) as threads:
+        there = [each for found in threads.map(work, range(len(decoders))) for each in found]
+    assert limit_bytes // 2 < nvc.most_bytes <= limit_bytes
+    assert any(there)
+    assert engines.held_surface_bytes == nvc.live_bytes
+    drop_decoders(engines)
+    assert engines.held_surface_bytes == nvc.live_bytes == 0
+    assert all(is_on_nvdec(decoder) for decoder in decoders)
+
+
+def test_a_decoder_that_failed_gives_way(nvc: FakeNvc) -> None:
+    engines, (decoder,) = open_decoders(nvc, 3 * SMALL, 1)
+    for _ in range(40):
+        nvc.fails = "decode"
+        with pytest.raises(CorruptError, match="does not decode on NVDEC"):
+            decoder.decode(CODED_TWO[SIZES[0]], (2, *SIZES[0]))
+        nvc.fails = ""
+        assert is_on_nvdec(decoder)
+    assert nvc.most_bytes <= 3 * SMALL
+    assert engines.held_surface_bytes == nvc.live_bytes
+
+
+def test_without_room_the_cpu_decodes(nvc: FakeNvc, caplog: pytest.LogCaptureFixture) -> None:
+    engines, (a, b) = open_decoders(nvc, SMALL, 2)
+    with busy(nvc, a):
+        assert not is_on_nvdec(b)
+        assert engines.held_surface_bytes == SMALL
+    assert "hevc is decoded on the CPU: other decoders leave no room for one of 144x144" in caplog.text
+    assert is_on_nvdec(b)
+    # An idle decoder of another size is not destroyed for this.
+    assert not is_on_nvdec(a, SIZES[1])
+    assert is_on_nvdec(a)
+    drop_decoders(engines)
+    assert is_on_nvdec(a, SIZES[1])
+
+
+def test_one_decoder_there_may_always_be_and_sessions_share_it(nvc: FakeNvc) -> None:
+    engines, (a, b) = open_decoders(nvc, 1, 2)
+    for decoder in (a, b, a):
+        assert is_on_nvdec(decoder)
+    assert nvc.most_bytes == engines.held_surface_bytes == SMALL
+
+
+def test_without_memory_the_cpu_decodes(
+    nvc: FakeNvc,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engines, (decoder,) = open_decoders(nvc, MAX_SURFACE_BYTES, 1)
+    nvc.fails = "create"
+    assert not is_on_nvdec(decoder)
+    failure = "NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
+    assert f"hevc is decoded on the CPU: {failure}" in caplog.text
+    assert engines.held_surface_bytes == nvc.live_bytes == 0
+    nvc.fails = ""
+    assert is_on_nvdec(decoder)
+    with monkeypatch.context() as patched:
+        patched.setattr(nvdec, "from_dlpack", Mock(side_effect=torch.OutOfMemoryError))
+        assert not is_on_nvdec(decoder)
+    assert is_on_nvdec(decoder)
+    assert nvc.most_bytes == 2 * SMALL  # a decoder that has begun with a bitstream is not used again
+
+
+# What is found at the start
 
 
 def found_at_start(
@@ -209,7 +329,7 @@ def found_at_start(
     return *open_nvdec(nvc.device), nvc
 
 
-def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, bytes]) -> None:
+def test_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     caps = {"hevc": make_caps(num_engines=7), "hevc420": make_caps(num_engines=7)}
     found, about, nvc = found_at_start(monkeypatch, caps)
     assert about == "decoded on NVDEC, 7 engines: hevc, hevc420"
@@ -217,7 +337,7 @@ def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, byt
     assert (found.codecs, found.num_engines) == (("hevc", "hevc420"), 7)
     assert len(nvc.calls) == 2  # the trials took the same session
     for name, decoder in found.open_session().items():
-        assert decodes(decoder, bitstreams[name])
+        assert decodes(decoder, CODED[name])
     found, about, _ = found_at_start(monkeypatch, {"hevc420": make_caps(num_engines=1)})
     assert found is not None
     assert list(found.open_session()) == ["hevc420"]
@@ -284,9 +404,9 @@ def test_a_process_of_its_own_uses_the_gpu_only_if_there_is_a_decoder_to_try(mon
 
 @BOTH
 @pytest.mark.gpu
-def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
+def test_on_a_gpu(codec: HevcCodec) -> None:
     torch.zeros(1, device="cuda")
     engines, about = open_nvdec(Device(torch.device("cuda", 0)))
     if engines is None or codec.name not in engines.codecs:
         pytest.skip(about)
-    assert decodes(engines.open_session()[codec.name], bitstreams[codec.name])
+    assert decodes(engines.open_session()[codec.name], CODED[codec.name])

@@ -44,17 +44,15 @@ def test_the_same_layers_are_in_the_pool_as_in_sglangs(architecture: str) -> Non
     assert [layer for layer in range(4) if found[layer] == Pool.KV] == full
 
 
-def made(folder: Path, family: str) -> Path:
-    if family in OTHER_FAMILIES:
-        return make_tiny(folder, family, OTHER_FAMILIES[family])
-    return make_other_image_text(folder, family)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", [*OTHER_FAMILIES, *OTHER_IMAGE_TEXT])
 def test_the_map_of_a_model_has_sglangs_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server compares a profile with these: which layers are in the pool of K and V, and the shapes of K and V."""
-    path = made(tmp_path / family, family)
+    path = tmp_path / family
+    if family in OTHER_FAMILIES:
+        make_tiny(path, family, OTHER_FAMILIES[family])
+    else:
+        make_other_image_text(path, family)
     model = LayeredModel(str(path))
     layers, notes = map_layers(model)
     assert not notes
@@ -63,20 +61,10 @@ def test_the_map_of_a_model_has_sglangs_layers(family: str, tmp_path: Path, monk
     assert layers.coded == (pool_layers() or tuple(range(model.num_layers)))
     windows = [number for number, layer in enumerate(layers.layers) if layer.pool == Pool.WINDOW]
     assert windows == (config.swa_attention_layer_ids or [])
+    shape = config.get_num_kv_heads(1), config.head_dim, config.v_head_dim
     if config.attention_arch == AttentionArch.MLA:
-        assert (model.num_heads, model.k_head_dim, model.v_head_dim) == (
-            1,
-            config.qk_rope_head_dim,
-            config.kv_lora_rank,
-        )
-    else:
-        shape = config.get_num_kv_heads(1), config.head_dim, config.v_head_dim
-        assert (model.num_heads, model.k_head_dim, model.v_head_dim) == shape
-
-
-def test_windows_share_the_pool_elsewhere() -> None:
-    config = SimpleNamespace(layer_types=TYPES)
-    assert [pool_of_keys(["Gemma3ForCausalLM"], config, layer) for layer in range(4)] == [Pool.KV] * 4
+        shape = 1, config.qk_rope_head_dim, config.kv_lora_rank
+    assert (model.num_heads, model.k_head_dim, model.v_head_dim) == shape
 
 
 def test_an_mlp_keeps_nothing() -> None:

@@ -44,11 +44,8 @@ def profile(model: KVModel, tokens: torch.Tensor) -> Profile:
     )
 
 
-def test_the_first_token_is_a_sink(profile: Profile) -> None:
+def test_the_first_token_is_a_sink_and_the_default_within_reach(profile: Profile) -> None:
     assert profile.num_sinks == 1
-
-
-def test_the_default_is_within_reach(profile: Profile) -> None:
     assert profile.curve[0].kl < profile.default_target_kl < profile.curve[-1].kl
     assert 0.2 < profile.context_kl < 5
 

@@ -10,10 +10,9 @@ from sgl_kvfetch.types import CellGrid
 SIZES = (4, 8)
 
 
-def random_moments(size: int = sum(SIZES)) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def random_moments() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A covariance and the blocks of an information matrix, that share no axes."""
-    covariance = _random_moment(size, -2.0, 0)
-    return covariance, [_random_moment(n, -1.0, i + 1) for i, n in enumerate(SIZES)]
+    return _random_moment(sum(SIZES), -2.0, 0), [_random_moment(n, -1.0, i + 1) for i, n in enumerate(SIZES)]
 
 
 def _random_moment(size: int, low: float, seed: int) -> torch.Tensor:
@@ -22,23 +21,11 @@ def _random_moment(size: int, low: float, seed: int) -> torch.Tensor:
     return (axes * torch.logspace(low, 0, size, dtype=torch.float64)) @ axes.T
 
 
-def test_errors_cost_alike_in_every_direction() -> None:
-    made = transform_of(*random_moments())
-    cost = made.inverse @ torch.block_diag(*made.weights) @ made.inverse.T
-    assert torch.allclose(cost, torch.eye(len(cost), dtype=torch.float64), atol=1e-9)
-
-
-def test_weights_are_made_robust() -> None:
-    _, information = random_moments()
-    for weight, block in zip(transform_of(*random_moments()).weights, information, strict=True):
-        diagonal = block.diagonal()
-        assert torch.allclose(weight.diagonal(), diagonal + 0.05 * diagonal.mean())
-        assert torch.allclose(weight - weight.diagonal().diag(), 0.7 * (block - diagonal.diag()))
-
-
-def test_coefficients_do_not_vary_together_and_fall() -> None:
+def test_coefficients_do_not_vary_together_and_errors_in_them_cost_alike() -> None:
     covariance, information = random_moments()
     made = transform_of(covariance, information)
+    cost = made.inverse @ torch.block_diag(*made.weights) @ made.inverse.T
+    assert torch.allclose(cost, torch.eye(len(cost), dtype=torch.float64), atol=1e-9)
     forward = torch.linalg.inv(made.inverse)
     coefficients = forward.T @ covariance @ forward
     assert torch.allclose(coefficients, made.variances.diag(), atol=1e-9)
@@ -54,21 +41,6 @@ def test_what_does_not_matter_has_a_transform_all_the_same() -> None:
     assert torch.linalg.inv(made.inverse).isfinite().all()
     ignored, counted = made.inverse[:, : SIZES[0]], made.inverse[:, SIZES[0] :]
     assert ignored.abs().max() > 100 * counted.abs().max()  # very coarse steps
-
-
-def test_a_transform_saves_bits_at_equal_cost() -> None:
-    """Mean bits a coefficient of a Gaussian at fine steps: half the logarithm of the coefficients' variances, in units
-    of what an error costs. Against channels as they are, with one step for all or with a step each."""
-    covariance, information = random_moments()
-    weight = torch.block_diag(*transform_of(covariance, information).weights)
-
-    def bits(inverse: torch.Tensor) -> float:
-        forward = torch.linalg.inv(inverse)
-        variances = (forward.T @ covariance @ forward).diagonal()
-        return float((variances * (inverse @ weight @ inverse.T).diagonal().mean()).log2().mean() / 2)
-
-    one_step, own_steps = torch.eye(len(weight), dtype=torch.float64), weight.diagonal().rsqrt().diag()
-    assert bits(transform_of(covariance, information).inverse) < bits(own_steps) - 0.5 < bits(one_step) - 0.5
 
 
 def test_moments_of_windows_are_those_of_all() -> None:
@@ -150,12 +122,10 @@ def test_rounding_in_coefficients_that_hardly_vary_does_not_change_costs() -> No
     [
         ((32, 8, 256), 1536, 1, (3, 2)),  # Llama-3.1-8B
         ((32, 8, 256), 1536, 8, (6, 1)),  # a head a rank: more layers
-        ((64, 8, 256), 1536, 1, (3, 2)),  # Qwen3-32B
         ((30, 3, 128), 1536, 1, (3, 3)),  # SmolLM2-135M
         ((30, 3, 128), 384, 1, (3, 1)),
         ((30, 3, 128), 100, 1, (3, 1)),  # never less than three layers of a head
         ((2, 2, 128), 1536, 1, (3, 2)),
-        ((24, 2, 128), 1536, 1, (6, 2)),
         ((80, 1, 128), 1536, 1, (12, 1)),
         ((32, 8, 256), 1536, 16, (6, 1)),  # more ranks than heads
     ],

@@ -1,22 +1,25 @@
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import xxhash
 
+from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.objects import Pieces, bytes_of, views_of
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
-from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.quant import PlainQuantiserName
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
+from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
-from tests.codec.quant.profiles import make_profile, place_of, values_of
-from tests.segments import SMALL, make_heads, make_segment, make_values, page_hashes
+from tests.codec.quant.profiles import make_profile, values_of
+from tests.segments import SMALL, make_heads, make_segment, make_values, page_hashes, there_and_back
 
 GEOMETRIES = [
     KVGeometry(1, 1, 48, 48, 1, "float32"),
@@ -51,55 +54,42 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("codec", ["hevc", "hevc420", "zstd", "deflate"])
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_exact_gives_back_every_bit(geometry: KVGeometry, codec: str) -> None:
-    for num_pages in (1, 8):
-        coded, values = make_segment(geometry, num_pages, codec=codec, span_pages=4)
-        restored = read_all(coded.manifest, coded.data, make_quantiser("exact"))
-        assert all(same_bits(restored[t], values[t]) for t in ("k", "v"))
+EXACT = [("exact", codec) for codec in ("hevc", "hevc420", "zstd", "deflate")]
 
 
-@pytest.mark.parametrize("name", ["uint8", "cachegen"])
+@pytest.mark.parametrize(("name", "codec"), [*EXACT, ("uint8", "hevc"), ("cachegen", "hevc")])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_quantised_gives_back_what_the_quantiser_alone_does(geometry: KVGeometry, name: PlainQuantiserName) -> None:
+def test_values_are_what_the_quantiser_alone_gives_back(
+    geometry: KVGeometry, name: PlainQuantiserName, codec: str
+) -> None:
     quantiser = make_quantiser(name)
-    coded, values = make_segment(geometry, 4, quantiser=quantiser, codec="hevc")
-    restored = read_all(coded.manifest, coded.data, quantiser)
-    k, v = values["k"], values["v"]
-    for first in range(0, geometry.num_layers, 3):
-        layers = range(first, min(first + 3, geometry.num_layers))
-        part = CellValues(k[:, layers.start : layers.stop], v[:, layers.start : layers.stop])
-        place = CellPlace(layers, range(geometry.num_heads), range(len(k)))
-        alone = quantiser.dequantise(quantiser.quantise(part, place), k.dtype, place)
-        for tensor, x in zip(TENSORS, alone, strict=True):
-            assert same_bits(restored[tensor][:, layers.start : layers.stop], x)
+    for num_pages in (1, 8):
+        coded, values = make_segment(geometry, num_pages, quantiser=quantiser, codec=codec, span_pages=4)
+        expected = values if name == "exact" else there_and_back(quantiser, values)
+        restored = read_all(coded.manifest, coded.data, quantiser)
+        assert all(same_bits(restored[t], expected[t]) for t in TENSORS)
 
 
 @pytest.mark.parametrize("codec", ["hevc", "zstd"])
 @pytest.mark.parametrize("resolution", ["240p", "1080p"])
-def test_klt_gives_back_what_the_quantiser_alone_does(codec: str, resolution: str) -> None:
-    """Cells of several heads and layers, a short last group, sinks in the first span alone."""
+def test_values_of_klt_are_what_the_quantiser_alone_gives_back(codec: str, resolution: str) -> None:
+    """Cells of several heads and layers, a short last group, sinks in one span alone. Decoding needs no profile."""
     profile = make_profile(num_layers=5, num_heads=4, cell_heads=2, v_head_dim=24, num_sinks=2)
     quantiser = KltQuantiser(profile, step=0.7)
-    geometry = KVGeometry(5, 4, 16, 24, 8, "bfloat16")
-    values = CellValues(*(x.bfloat16() for x in values_of(profile, 64)))
-    spec = SegmentSpec(make_heads(geometry, quantiser), quantiser, codec, resolution, 4)
-    coded = encode_segment(spec, {"k": values.k, "v": values.v}, 0, None, page_hashes(8))
+    k, v = (x.bfloat16() for x in values_of(profile, 64))
+    coded, values = make_segment(
+        KVGeometry(5, 4, 16, 24, 8, "bfloat16"),
+        8,
+        quantiser=quantiser,
+        codec=codec,
+        resolution=resolution,
+        span_pages=4,
+        values={"k": k, "v": v},
+    )
     manifest = decode_manifest(coded.manifest.encode())
     assert len(set(manifest.coefficients)) > 1
-    restored = read_all(manifest, coded.data, quantiser)
-    for key in profile.cells:
-        for first in (0, 32):
-            place = place_of(profile, key, 32, first)
-            part = values.tokens(slice(first, first + 32)).cell(place.layers, place.heads)
-            expected = quantiser.dequantise(quantiser.quantise(part, place), torch.bfloat16, place)
-            found = (
-                CellValues(restored["k"], restored["v"])
-                .tokens(slice(first, first + 32))
-                .cell(place.layers, place.heads)
-            )
-            assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+    restored, expected = read_all(manifest, coded.data, quantiser), there_and_back(quantiser, values)
+    assert all(same_bits(restored[t], expected[t]) for t in TENSORS)
     known = SegmentReader(manifest, quantiser_from_identity(quantiser.identity))
     for cell in manifest.cells():
         known.decode_cell(cell, known.chunks_in(cell, [coded.data]))
@@ -113,12 +103,8 @@ def test_heads_are_the_same_in_cells_of_any_size(name: PlainQuantiserName) -> No
     assert (one.manifest.cell_heads, both.manifest.cell_heads) == (1, 2)
     found, expected = (read_all(each.manifest, each.data, quantiser) for each in (one, both))
     assert all(same_bits(found[t], expected[t]) for t in TENSORS)
-
-
-def test_cachegen_has_all_heads_in_a_cell() -> None:
-    """Its scales are over all of them."""
     coded, _ = make_segment(SMALL, 4, quantiser=make_quantiser("cachegen"), cell_heads=1)
-    assert coded.manifest.cell_heads == 2
+    assert coded.manifest.cell_heads == 2  # its scales are over all of them
 
 
 def test_an_executor_changes_nothing() -> None:
@@ -129,65 +115,71 @@ def test_an_executor_changes_nothing() -> None:
         assert encode_segment(spec, values, 0, None, hashes, pool) == encode_segment(spec, values, 0, None, hashes)
 
 
+def codecs_for(values: torch.Tensor, codec: str) -> list[str]:
+    """Return the codecs of the planes of K and of V, which are equal, of a segment of one span."""
+    num_tokens, num_layers, _, _ = values.shape
+    geometry = KVGeometry(num_layers, 8, 128, 128, 64, str(values.dtype).removeprefix("torch."))
+    spec = SegmentSpec(make_heads(geometry), make_quantiser("exact"), codec, resolution_for(codec, "240p"), 4)
+    coded = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(num_tokens // 64))
+    chunks = coded.manifest.variants[0].chunks
+    for chunk in chunks:
+        assert chunk.codec != "raw" or chunk.coded_checksum == chunk.decoded_checksum
+        assert chunk.size_bytes == values.numel() if chunk.codec == "raw" else chunk.size_bytes < values.numel()
+    return [chunk.codec for chunk in chunks]
+
+
 def test_noise_is_not_coded_as_video() -> None:
     """The low mantissa bytes of exact values are noise; HEVC would make them a third larger."""
-    geometry = KVGeometry(3, 8, 128, 128, 64, "float32")
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(1 << 23, (256, 3, 8, 128), generator=generator, dtype=torch.int32)
     values = (bits | 0x3F800000).view(torch.float32)  # the numbers from 1 to 2
     values *= torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
-    spec = SegmentSpec(make_heads(geometry), make_quantiser("exact"), "hevc", "240p", 4)
-    coded = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(4))
-    chunks = coded.manifest.variants[0].chunks
-    assert [chunk.codec for chunk in chunks] == ["raw", "raw", "raw", "hevc"] * 2
-    assert chunks[0].size_bytes == values.numel()
-    assert chunks[3].size_bytes <= 0.01 * values.numel()
+    assert codecs_for(values, "hevc") == ["raw", "raw", "raw", "hevc"] * 2
 
 
 @pytest.mark.parametrize("num_layers", [3, 2])
 def test_noise_is_stored_as_it_is_without_what_frames_add(num_layers: int) -> None:
-    geometry = KVGeometry(num_layers, 8, 128, 128, 64, "bfloat16")
     values = torch.randn((256, num_layers, 8, 128), generator=torch.Generator().manual_seed(4)).bfloat16()
-    spec = SegmentSpec(make_heads(geometry), make_quantiser("exact"), "ans", FLAT, 4)
-    coded = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(4))
-    chunks = coded.manifest.variants[0].chunks
-    assert [chunk.codec for chunk in chunks] == ["raw", "ans-tables"] * 2
-    assert chunks[0].size_bytes == values.numel()
-    assert chunks[0].coded_checksum == chunks[0].decoded_checksum
+    assert codecs_for(values, "ans") == ["raw", "ans-tables"] * 2
 
 
 @pytest.mark.parametrize(("num_different", "codec"), [(8, "zstd"), (256, "ans-tables")])
 def test_zstd_is_tried_for_v_of_the_first_layers_where_its_tokens_repeat(num_different: int, codec: str) -> None:
-    geometry = KVGeometry(1, 8, 128, 128, 64, "bfloat16")
-    values = torch.randn((num_different, 1, 8, 128), generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
-    values = values.repeat(256 // num_different, 1, 1, 1)
-    spec = SegmentSpec(make_heads(geometry), make_quantiser("exact"), "ans", "240p", 4)
-    coded = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(4))
-    _, k_high, _, v_high = coded.manifest.variants[0].chunks
-    assert (k_high.codec, v_high.codec) == ("ans-tables", codec)
+    values = torch.randn((num_different, 1, 8, 128), generator=torch.Generator().manual_seed(5)).bfloat16()
+    of_k_and_v = codecs_for(values.repeat(256 // num_different, 1, 1, 1), "ans")
+    assert of_k_and_v[1::2] == ["ans-tables", codec]
 
 
-def test_another_quantisers_segment_is_refused() -> None:
-    coded, _ = make_segment()
-    with pytest.raises(FormatError, match="is quantised as"):
-        SegmentReader(coded.manifest, make_quantiser("uint8"))
+def test_what_a_manifest_says_of_its_chunks_holds() -> None:
+    """The second checksum: the compressed bytes are as written, but decode to something else. Codecs and quantisers are
+    known before anything is read."""
+    manifest, data = (segment := make_segment()[0]).manifest, segment.data
+    (variant,) = manifest.variants
+    first, *others = variant.chunks
 
+    def read(**changes: Any) -> None:
+        chunks = (msgspec.structs.replace(first, **changes), *others)
+        changed = msgspec.structs.replace(manifest, variants=(msgspec.structs.replace(variant, chunks=chunks),))
+        read_all(changed, data, make_quantiser("exact"))
 
-def test_a_codec_that_lies_about_its_integers_is_found_out() -> None:
-    """The second checksum: the compressed bytes are as written, but decode to something else."""
-    coded, _ = make_segment()
-    variant = coded.manifest.variants[0]
-    first = msgspec.structs.replace(variant.chunks[0], decoded_checksum=bytes(16))
-    lying = msgspec.structs.replace(variant, chunks=(first, *variant.chunks[1:]))
-    manifest = msgspec.structs.replace(coded.manifest, variants=(lying,))
+    read()
     with pytest.raises(CorruptError, match="decoded k byte 0: checksum"):
-        read_all(manifest, coded.data, make_quantiser("exact"))
+        read(decoded_checksum=bytes(16))
+    with pytest.raises(FormatError, match="'av1' is unknown; known are hevc"):
+        read(codec="av1")
+    with pytest.raises(FormatError, match="is quantised as"):
+        SegmentReader(manifest, make_quantiser("uint8"))
 
 
-def test_an_unknown_codec_is_refused_before_anything_is_read() -> None:
-    coded, _ = make_segment()
-    variant = coded.manifest.variants[0]
-    chunks = (msgspec.structs.replace(variant.chunks[0], codec="av1"), *variant.chunks[1:])
-    manifest = msgspec.structs.replace(coded.manifest, variants=(msgspec.structs.replace(variant, chunks=chunks),))
-    with pytest.raises(FormatError, match="'av1' is unknown"):
-        SegmentReader(manifest, make_quantiser("exact"))
+PARTS: list[bytes | memoryview] = [b"abc", b"", memoryview(b"defg"), b"h"]
+WHOLE = b"abcdefgh"
+
+
+def test_pieces_are_one_content() -> None:
+    pieces = Pieces(PARTS)
+    assert len(pieces) == len(WHOLE)
+    assert pieces.joined() == bytes_of(pieces) == b"".join(views_of(pieces)) == WHOLE
+    assert pieces.hexdigest() == xxhash.xxh3_128_hexdigest(WHOLE)
+    assert bytes_of(WHOLE) is WHOLE
+    for start, end in itertools.product([None, *range(-2, 10)], repeat=2):
+        assert pieces[start:end] == WHOLE[start:end]

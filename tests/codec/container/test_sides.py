@@ -9,12 +9,11 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container import manifest as manifest_module
-from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.errors import CorruptError, FormatError
-from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import SideKey
 from tests.codec.container.plain import side_pages
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
@@ -43,22 +42,24 @@ def expected(pages: dict[SideKey, torch.Tensor]) -> dict[SideKey, bytes]:
 
 
 def test_side_pages_come_back_as_they_were() -> None:
-    """Also a page of an odd size, and pages that are added later."""
+    """Also a page of an odd size, and pages that are added later; also by docs/format.md's reader."""
     odd = {("mamba", 0): states(4096)[:8191]}
     assert side_pages(with_sides(with_sides(make_segment()[0], PAGES), odd)) == expected(PAGES | odd)
     segment = with_sides(make_segment()[0], PAGES)
-    assert side_pages(segment) == expected(PAGES)
+    raw = segment.manifest.encode()
+    assert read_sides(raw, list(segment.side_data)) == side_pages(segment) == expected(PAGES)
+    assert names_of(parse_manifest(raw))[1:] == [name for name, _ in segment.data_objects()]
     assert segment.manifest.data_names == {name for name, _ in segment.data_objects()}
     assert segment.manifest.raw_bytes - segment.manifest.kv_bytes == 600 + LARGE
     assert len(side_places(segment.manifest)["mamba", 3].page.chunks) == 2
 
 
-def states(size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def states(size: int) -> torch.Tensor:
     """Values as keys of a window have them: channels differ in scale."""
     generator = torch.Generator().manual_seed(5)
     scales = torch.randn(128, generator=generator).exp()
     values = torch.randn((-(-size // 128), 128), generator=generator) * scales
-    return values.to(dtype).view(-1)[:size].view(torch.uint8).contiguous()
+    return values.bfloat16().view(-1)[:size].view(torch.uint8).contiguous()
 
 
 @pytest.mark.parametrize("num_bytes", [2, 600, 64 * 1024, LARGE])
@@ -87,20 +88,6 @@ def test_values_that_are_not_whole_are_refused() -> None:
             side_pages(replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(other,))))
 
 
-def test_the_document_suffices_to_read_them() -> None:
-    """For a reader that was written from docs/format.md alone."""
-    segment = with_sides(with_sides(make_segment()[0], PAGES), {("swa", 0): random_bytes(300, 3)})
-    raw = segment.manifest.encode()
-    assert read_sides(raw, list(segment.side_data)) == side_pages(segment)
-    assert names_of(parse_manifest(raw))[1:] == [name for name, _ in segment.data_objects()]
-
-
-def test_variants_are_made_without_their_side_pages() -> None:
-    segment = with_sides(make_segment()[0], PAGES)
-    made = transcode(segment.manifest, segment.data, make_targets(["hevc"], ["240p"]))
-    assert not made.manifest.sides
-
-
 def test_damage_is_found() -> None:
     segment = with_sides(make_segment()[0], PAGES)
     (data,) = segment.side_data
@@ -114,37 +101,25 @@ def test_damage_is_found() -> None:
         place.decode(b"abc")
 
 
-def malformed(manifest: Manifest) -> dict[str, Manifest]:
-    (side,) = manifest.sides
-    first = side.pages[0]
-
-    def with_pages(*pages: object) -> Manifest:
-        return msgspec.structs.replace(manifest, sides=(msgspec.structs.replace(side, pages=pages),))
-
-    def changed(**changes: object) -> Manifest:
-        return with_pages(msgspec.structs.replace(first, **changes), *side.pages[1:])
-
-    return {
-        "a side page twice": with_pages(first, *side.pages),
-        "the segment has 4 pages": changed(page=4),
-        "bytes in 1 chunks": changed(num_bytes=LARGE),
-        "a chunk of more than 8388608 bytes": changed(
-            chunks=(msgspec.structs.replace(first.chunks[0], size_bytes=2 * SIDE_CHUNK_BYTES + 1),)
-        ),
-        "without side pages": with_pages(),
-        "Expected `int` >= 1": changed(num_bytes=0),
-    }
-
-
 def test_malformed_side_pages_are_refused() -> None:
-    for message, manifest in malformed(with_sides(make_segment()[0], PAGES).manifest).items():
+    segment = with_sides(make_segment()[0], PAGES)
+    manifest = segment.manifest
+    (side,) = manifest.sides
+    first, *others = side.pages
+    large = msgspec.structs.replace(first.chunks[0], size_bytes=2 * SIDE_CHUNK_BYTES + 1)
+    for changes, message in (
+        ({"page": 4}, "the segment has 4 pages"),
+        ({"num_bytes": LARGE}, "bytes in 1 chunks"),
+        ({"chunks": (large,)}, "a chunk of more than 8388608 bytes"),
+        ({"num_bytes": 0}, "Expected `int` >= 1"),
+        ({"pool": "mamba", "page": 3}, "a side page twice"),
+        (None, "without side pages"),
+    ):
+        pages = () if changes is None else (msgspec.structs.replace(first, **changes), *others)
+        sides = (msgspec.structs.replace(side, pages=pages),)
         with pytest.raises(FormatError, match=message):
-            decode_manifest(manifest.encode())
-
-
-def test_a_segment_has_few_objects_of_side_pages() -> None:
-    segment = make_segment()[0]
-    for number in range(manifest_module.MAX_SIDES + 1):
+            decode_manifest(msgspec.structs.replace(manifest, sides=sides).encode())
+    for number in range(manifest_module.MAX_SIDES):
         segment = with_sides(segment, {(f"pool{number}", 0): random_bytes(8, number)})
     with pytest.raises(FormatError, match="length <= 64"):
         decode_manifest(segment.manifest.encode())

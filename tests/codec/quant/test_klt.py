@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from sgl_kvfetch.codec.quant.klt import (
     scales_of,
 )
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool, plain_layers
-from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredKind, Profile, load_profile, read_outline
+from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredKind, load_profile, read_outline
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.codec.quant.rope import Rope, unrotate
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
@@ -52,19 +51,8 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 ONLY = (0, 0)  # the only cell of most profiles here
 
 
-def errors_in_steps(quantiser: KltQuantiser, key: tuple[int, int], error: CellValues) -> torch.Tensor:
-    """Errors of a cell's values, K not rotated, as errors of its coefficients, in steps."""
-    cell = quantiser.profile.cells[key]
-    channels = torch.cat([x.double().flatten(1) for x in error], dim=1)
-    return channels @ torch.linalg.inv(cell.inverse.double()) / quantiser.step
-
-
 def there_and_back(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> CellValues:
     return quantiser.dequantise(quantiser.quantise(values, place), values.k.dtype, place)
-
-
-def minus(a: CellValues, b: CellValues) -> CellValues:
-    return CellValues(a.k - b.k, a.v - b.v)
 
 
 @pytest.fixture(params=PRODUCTS)
@@ -91,7 +79,10 @@ def test_coefficients_are_off_by_half_a_step(step: float, cell_heads: int, most:
         kept = len(integers) - num_wide
         assert len(integers) == quantiser.num_coefficients(place)
         assert (kept < cell.num_channels, num_wide > 0, exact.numel()) == (step == 4.0, step < 1, 0)
-        off = errors_in_steps(quantiser, key, minus(quantiser.dequantise(quantised, torch.float32, place), part)).abs()
+        back = quantiser.dequantise(quantised, torch.float32, place)
+        # Errors of values, K not rotated, as errors of coefficients.
+        channels = torch.cat([(x - y).double().flatten(1) for x, y in zip(back, part, strict=True)], dim=1)
+        off = (channels @ torch.linalg.inv(cell.inverse.double()) / step).abs()
         assert 0.45 < off[:, :kept].max() < most
         assert (off[:, kept:] < 2).all()  # what they vary by
 
@@ -175,12 +166,7 @@ def test_each_layer_is_turned_by_its_own_rotation(dtype: torch.dtype) -> None:
         assert ((found - expected[tokens]).abs() <= error[tokens]).all()
 
 
-def large_profile(part: str, times: float) -> Profile:
-    profile = make_profile(rope=Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6))
-    cell = profile.cells[ONLY]
-    return replace(profile, cells={ONLY: replace(cell, **{part: torch.full_like(getattr(cell, part), times)})})
-
-
+ROPE_THAT_SCALES = Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6)
 Times = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -189,8 +175,6 @@ Times = Callable[[torch.Tensor], torch.Tensor]
     [
         ({"k_weight": torch.zeros_like}, "are not those of 0.0.inverse"),
         ({"v_weight": torch.zeros_like}, "are not those of 0.0.inverse"),
-        ({"k_weight": lambda x: x * 1e-6, "v_weight": lambda x: x * 1e-6}, "are not those of 0.0.inverse"),
-        ({"inverse": torch.zeros_like}, "are not those of 0.0.inverse"),
         ({"inverse": lambda x: x * 100, "k_weight": lambda x: x / 100}, "are not those of 0.0.inverse"),
         ({"k_weight": torch.neg}, "are not those of 0.0.inverse"),
         # One weight of 64, which the first of 12 blocks has.
@@ -214,7 +198,10 @@ def test_a_profile_whose_parts_contradict_each_other_is_refused(
 @pytest.mark.parametrize("part", ["inverse", "mean"])
 def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_path: Path, part: str) -> None:
     """A store's writers choose what is in it, and what kernels restore is not looked at."""
-    large_profile(part, 1e31).save(tmp_path / "p")
+    profile = make_profile(rope=ROPE_THAT_SCALES)
+    cell = profile.cells[ONLY]
+    large = replace(cell, **{part: torch.full_like(getattr(cell, part), 1e31)})
+    replace(profile, cells={ONLY: large}).save(tmp_path / "p")
     with pytest.raises(ConfigError, match=r"0\.0\.inverse and 0\.0\.mean could restore values up to"):
         load_profile(tmp_path / "p")
 
@@ -222,7 +209,7 @@ def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_restored_is_finite_whatever_integers_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     """With the largest cells whose weights are float32."""
-    profile = make_profile(rope=Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6))
+    profile = make_profile(rope=ROPE_THAT_SCALES)
     cell = profile.cells[ONLY]
     weights = {name: getattr(cell, name) * 2.0**-120 for name in ("k_weight", "v_weight")}
     large = replace(cell, inverse=cell.inverse * 2.0**60, **weights)
@@ -278,7 +265,7 @@ def test_ranks_that_cut_cells_are_refused() -> None:
         require_grid(profile, 0, 4, 0, 4)
 
 
-def test_the_identity_names_profile_and_step_and_is_known_without_the_profile() -> None:
+def test_the_identity_names_profile_and_step() -> None:
     profile = make_profile()
     quantiser = KltQuantiser(profile, 1e-4)
     assert profile.digest in quantiser.identity
@@ -287,8 +274,6 @@ def test_the_identity_names_profile_and_step_and_is_known_without_the_profile() 
     others = [KltQuantiser(profile, 2e-4), KltQuantiser(other, 1e-4), KltQuantiser(replace(profile, num_sinks=1), 1e-4)]
     assert len({q.identity for q in (quantiser, *others)}) == 4
     known = quantiser_from_identity(quantiser.identity)
-    assert known.identity == quantiser.identity
-    assert known.parts(torch.bfloat16) == quantiser.parts(torch.bfloat16)
     with pytest.raises(QuantiseError, match="needs its profile"):
         known.quantise(values_of(profile, 5), place_of(profile, ONLY, 5))
 
@@ -305,12 +290,12 @@ def test_a_target_takes_the_step_that_was_measured_to_cost_it() -> None:
         profile.step_for(5)
 
 
-@pytest.mark.parametrize(("context_kl", "expected"), [(1.0, 1e-3), (0.05, 5e-5), (100.0, 1e-2), (1e-9, 1e-5)])
-def test_the_default_target_is_a_share_of_what_the_context_is_worth(context_kl: float, expected: float) -> None:
+def test_the_default_target_is_a_share_of_what_the_context_is_worth() -> None:
     """Or the nearest that was measured, so that there always is one."""
-    profile = replace(make_profile(), context_kl=context_kl)
-    assert profile.default_target_kl == pytest.approx(expected)
-    assert KltQuantiser(profile).step == profile.step_for(profile.default_target_kl)
+    for context_kl, expected in ((1.0, 1e-3), (0.05, 5e-5), (100.0, 1e-2), (1e-9, 1e-5)):
+        profile = replace(make_profile(), context_kl=context_kl)
+        assert profile.default_target_kl == pytest.approx(expected)
+        assert KltQuantiser(profile).step == profile.step_for(profile.default_target_kl)
 
 
 def test_the_default_target_is_that_of_the_worst_kind_where_the_mean_costs_the_share() -> None:
@@ -331,18 +316,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     profile.save(tmp_path / "p")
     again = load_profile(tmp_path / "p")
     assert again.digest == profile.digest
-    for field in (
-        "grid",
-        "k_head_dim",
-        "v_head_dim",
-        "layers",
-        "num_sinks",
-        "curve",
-        "context_kl",
-        "calibration",
-        "kinds",
-    ):
-        assert getattr(again, field) == getattr(profile, field)
+    assert replace(again, cells={}) == replace(profile, cells={})
     for key, cell in profile.cells.items():
         for name in CellProfile.__dataclass_fields__:
             assert torch.equal(getattr(again.cells[key], name), getattr(cell, name))
@@ -376,16 +350,14 @@ METADATA: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda m: m.pop("curve"), "malformed.*curve"),
     (lambda m: m["curve"].reverse(), "rise in step and in kl"),
     (lambda m: m.update(curve=[]), "two or more points"),
-    (lambda m: m["curve"][0].update(kl=0.0), f"kl and {_CONTEXT_KL}"),
     # Interpolating would give a step of NaN, of 4.6e302, and an OverflowError.
     (lambda m: m["curve"][0].update(kl=5e-324), _STEPS),
-    (lambda m: m["curve"][-1].update(step=1e304), _STEPS),
     # What a profile says of itself decides how coarse its default step is, and how much is stored as it is.
     (lambda m: m.update(context_kl=1e6), _CONTEXT_KL),
     (lambda m: m["curve"][-1].update(step=1e4), _STEPS),
     (lambda m: m["curve"][0].update(bits_per_value=-1.0), "needs bits_per_value from 0"),
     (lambda m: m.update(num_sinks=65), "num_sinks`"),
-    (lambda m: m.update(context_kl=1e308), _STEPS),
+    (lambda m: m["layers"].update(rotations=[{"inv_freq": []}]), "malformed"),
     (
         lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}]),
         "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
@@ -477,37 +449,12 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert read_outline(tmp_path / "p").grid == profile.grid  # looks at no tensors
 
 
-@pytest.mark.parametrize(
-    ("target_kl", "is_there"), [(None, True), (1e-5, True), (1e-2, True), (9e-6, False), (1, False)]
-)
-def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | None, is_there: bool) -> None:
-    make_profile().save(tmp_path / "p")
-    with nullcontext() if is_there else pytest.raises(ConfigError, match=r"range, 1e-05 to 0\.01"):
-        read_outline(tmp_path / "p").require_target(target_kl)
-
-
-_WIDE_CELLS = """
-import torch
-from sgl_kvfetch.codec.calibrate.fit import transform_of
-from sgl_kvfetch.codec.quant.klt import forward_of
-torch.set_num_threads(2)
-for size in (192, 256):
-    generator = torch.Generator().manual_seed(size)
-    x = torch.randn(2, 2 * size, size, generator=generator, dtype=torch.float64)
-    information = [y.T @ y for y in x]
-    mix = torch.randn(2 * size, 2 * size, generator=generator, dtype=torch.float64)
-    transform = transform_of(mix.T @ mix, information)
-    inverse = transform.inverse.to(torch.bfloat16)
-    forward = forward_of(inverse, [w.float() for w in transform.weights])
-    error = (inverse.float() @ forward - torch.eye(2 * size)).abs().max()
-    assert error < 1e-3, error
-"""
-
-
 @pytest.mark.process
 def test_transforms_of_wide_layers_are_made_without_a_hang() -> None:
     """torch 2.13's inverse of a batch of matrices of 160 rows or more hangs on two threads: none is used."""
-    subprocess.run([sys.executable, "-c", _WIDE_CELLS], check=True, timeout=600)
+    make = "from tests.codec.quant.profiles import make_profile; make_profile(num_layers=1, cell_heads=4, head_dim=64)"
+    code = f"import torch; torch.set_num_threads(2); {make}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -525,79 +472,39 @@ def test_the_native_half_rounds_as_torch_does(dtype: torch.dtype) -> None:
     assert torch.equal(v, (-values).to(dtype))
 
 
-@pytest.mark.parametrize(("step", "v_head_dim"), [(0.03, 16), (1.0, 24), (4.0, 5)])
 @pytest.mark.parametrize("num_tokens", [1, 64, 131])
-def test_products_of_integers_are_exact_whatever_the_integers(step: float, v_head_dim: int, num_tokens: int) -> None:
-    """In the native half and the portable one: the largest sums that a channel can have, then others, of which some are
-    mostly small, as integers are."""
-    profile = make_profile(v_head_dim=v_head_dim)
-    cell, rows = profile.cells[ONLY], KltQuantiser(profile, step=step)._rows[ONLY]
-    inverse = torch.cat((cell.inverse[: rows.kept], cell.inverse[rows.wide])).double()
-    shifts = torch.cat((torch.zeros(rows.kept, dtype=torch.int64), rows.bits))
-    matrix = IntegerMatrix.of(inverse, shifts, cell.spread[: rows.kept] / step, most_error=float("inf"))
-    assert matrix is not None
-    assert (len(matrix.rare_rows) > 0) == (step > 0.03)
-    rounded = _entries(matrix, cell.num_channels)
-    usual_units, rare_units = matrix.units[:, : cell.num_channels].double()
-    is_rare = torch.zeros(rows.count, dtype=torch.bool)
-    is_rare[matrix.rare_rows.long()] = True
-    units = torch.where(is_rare[:, None], rare_units, usual_units)
-    assert ((rounded * units - inverse).abs() <= 0.501 * units).all()
-    factors = 2.0 ** shifts[:, None].double()
+@pytest.mark.parametrize(
+    ("num_rows", "spread"), [(201, (1.0, -2.0)), (200, (1.0, 1.0)), (2, (-1.0, -1.0)), (0, (0.0, 0.0))]
+)
+def test_products_hold_whatever_the_integers(num_rows: int, spread: tuple[float, float], num_tokens: int) -> None:
+    """With and without vectors: the largest sums that a channel can have, and any others. Rows may all be rare, or all
+    frequent; a cell whose channels carry no information at its step has none."""
     generator = torch.Generator().manual_seed(0)
-    integers = torch.randint(0, 256, (rows.count, 3 * num_tokens), generator=generator, dtype=torch.uint8)
-    small = torch.randint(ZERO - 12, ZERO + 13, integers.shape, generator=generator, dtype=torch.uint8)
-    integers[:, ::3] = torch.where(small.int() % 3 == 0, small, ZERO)[:, ::3]
-    integers[:, num_tokens] = torch.where(rounded[:, 0] > 0, 0, 255)
-    integers[:, 2 * num_tokens - 1] = 0
-    integers = integers[:, num_tokens : 2 * num_tokens]  # rows apart
-    terms = (integers.double() - ZERO) * factors
-    usual, rare = (terms[rows_of].T @ rounded[rows_of] for rows_of in (~is_rare, is_rare))
-    assert max(usual.abs().max(), rare.abs().max()) < 1 << 31
-    for rows_of in (~is_rare, is_rare):
-        assert (rounded.abs() * factors)[rows_of].sum(0).max() * ZERO < 1 << 31
-    expected = usual.float() * usual_units.float() + rare.float() * rare_units.float()
-    for is_portable in (False, True):
-        k, v = (torch.empty((num_tokens, 12, dim)) for dim in (16, v_head_dim))
-        factors_of_none = torch.ones(num_tokens), torch.zeros(cell.num_channels), torch.empty(0)
-        shape = 16, v_head_dim, 0, False
-        restore_integers(
-            matrix, integers, 12, shape, factors_of_none, (k, v), torch.zeros(3).long(), is_portable=is_portable
-        )
-        assert torch.equal(torch.cat((k.flatten(1), v.flatten(1)), dim=1), expected)
-
-
-@pytest.mark.parametrize(("num_rows", "spread"), [(2, 0.1), (0, 0.1), (2, 4.0)])
-def test_rows_may_all_be_rare_or_frequent_or_missing(num_rows: int, spread: float) -> None:
-    """A cell whose channels carry no information at its step keeps few rows, or none."""
-    inverse = torch.eye(12 * 16 * 2, dtype=torch.float64)[:num_rows]
-    matrix = IntegerMatrix.of(inverse, torch.zeros(num_rows, dtype=torch.int64), torch.full((num_rows,), spread))
+    inverse = torch.randn((num_rows, 480), generator=generator, dtype=torch.float64)
+    shifts = (torch.arange(num_rows) - 180).clamp_min(0) % 4
+    spreads = torch.logspace(*spread, min(num_rows, 180))
+    matrix = IntegerMatrix.of(inverse, shifts, spreads, most_error=float("inf"))
     assert matrix is not None
-    assert len(matrix.rare_rows) == (num_rows if spread < 1 else 0)
-    integers = torch.full((num_rows, 64), ZERO + 1, dtype=torch.uint8)
+    is_rare = torch.zeros(num_rows, dtype=torch.bool)
+    is_rare[matrix.rare_rows.long()] = True
+    assert (bool(is_rare.any()), bool(is_rare.all())) == (spread[1] < 0, num_rows <= 2)
+    integers = torch.randint(0, 256, (num_rows, num_tokens + 3), generator=generator, dtype=torch.uint8)
+    integers[:, 0] = torch.where(inverse[:, 0] > 0, 0, 255)
+    integers[:, num_tokens // 2] = 0
+    integers = integers[:, :num_tokens]  # rows apart
+    found = []
     for is_portable in (False, True):
-        k, v = (torch.full((64, 12, 16), torch.nan) for _ in range(2))
-        no_factors = torch.ones(64), torch.zeros(inverse.shape[1]), torch.empty(0)
-        restore_integers(
-            matrix, integers, 12, (16, 16, 0, False), no_factors, (k, v), torch.zeros(3).long(), is_portable=is_portable
-        )
-        torch.testing.assert_close(k.flatten(1), inverse.sum(0)[: 12 * 16].float().expand(64, -1), rtol=1e-3, atol=0)
-        assert not v.any()
-
-
-def _entries(matrix: IntegerMatrix, num_channels: int) -> torch.Tensor:
-    """Return ``(rows, channels)``, float64, of a matrix's entries."""
-    entries = torch.full((len(matrix.shifts), num_channels), torch.nan, dtype=torch.float64)
-    tiles, _, size, _ = matrix.frequent.shape
-    rare = matrix.rare.view(tiles, -1, size // 2, 2).transpose(2, 3).reshape(tiles, -1, size)
-    frequent = matrix.frequent.transpose(2, 3).reshape(tiles, -1, size)
-    assert not rare[:, 0].any()
-    for which, rows in ((matrix.frequent_rows.flatten(), frequent), (matrix.rare_rows, rare[:, 1:])):
-        by_row = rows.transpose(0, 1).reshape(len(which), tiles * size)[:, :num_channels].double()
-        for row, values in reversed(list(zip(which.tolist(), by_row, strict=True))):  # the last one may come twice
-            entries[row] = values
-    assert not entries.isnan().any()
-    return entries
+        k, v = (torch.full((num_tokens, 12, dim), torch.nan) for dim in (16, 24))
+        factors = torch.ones(num_tokens), torch.zeros(480), torch.empty(0)
+        turns, heads = torch.zeros(3).long(), (16, 24, 0, False)
+        restore_integers(matrix, integers, 12, heads, factors, (k, v), turns, is_portable=is_portable)
+        found.append(torch.cat((k.flatten(1), v.flatten(1)), dim=1))
+    assert torch.equal(*found)
+    n = ((integers.double() - ZERO) * 2.0 ** shifts[:, None]).T
+    frequent, rare = matrix.units[:, :480].double()
+    units = torch.where(is_rare[:, None], rare, frequent)  # to which entries are rounded
+    most = n.abs() @ (0.501 * units + 2.0**-22 * inverse.abs())
+    assert ((found[0] - n @ inverse).abs() <= most).all()
 
 
 def _as_specified(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -660,16 +567,6 @@ def test_the_native_half_quantises_as_specified(layers: LayerMap, step: float, d
     assert (off.square().mean() * 12).sqrt() < 1.05  # of the noise of rounding alone
 
 
-def test_a_product_in_bfloat16_is_rounded_to_a_neighbour() -> None:
-    """Of whatever this CPU has for it: all else that is promised of restored values builds upon it."""
-    generator = torch.Generator().manual_seed(0)
-    for rows, inner, columns in ((1, 96, 48), (64, 384, 384), (130, 600, 1536)):
-        a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, inner), (inner, columns)))
-        exact = a.double() @ b.double()
-        sums = (a.double().abs() @ b.double().abs()) * inner * 2.0**-24
-        assert ((a @ b - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs() + sums).all()
-
-
 def _instruction_sets() -> list[tuple[str, str]]:
     """Return the limits that torch's and oneDNN's instruction sets can have here and that differ."""
     has = torch.cpu.get_capabilities()
@@ -687,24 +584,10 @@ def _instruction_sets() -> list[tuple[str, str]]:
 def test_each_instruction_set_rounds_within_the_bounds(of_torch: str, of_onednn: str) -> None:
     """The tests themselves run with the best that the machine has."""
     limits = {"ATEN_CPU_CAPABILITY": of_torch, "ONEDNN_MAX_CPU_ISA": of_onednn}
-    names = "neighbour or CPU and (own_rotation or off_by_half or half_quantises)"
+    names = "CPU and (own_rotation or off_by_half or half_quantises)"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", names]
     done = subprocess.run(command, env=os.environ | limits, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-def test_coefficients_are_computed_in_bfloat16_only_where_its_errors_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = make_profile()
-    values, place = values_of(profile, 64), place_of(profile, ONLY, 64)
-    for has_bfloat16, step, expected in (
-        (True, 0.05, torch.float32),
-        (True, 4.0, torch.bfloat16),
-        (False, 4.0, torch.float32),
-    ):
-        monkeypatch.setattr("sgl_kvfetch.codec.quant.klt._HAS_BFLOAT16", has_bfloat16)
-        quantiser = KltQuantiser(profile, step=step)
-        quantiser.quantise(values, place)
-        assert quantiser.forward(place).matrix.dtype == expected
 
 
 def test_layers_of_a_cell_that_differ_are_no_fault_of_the_first_layer() -> None:

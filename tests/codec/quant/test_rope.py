@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
@@ -60,13 +59,6 @@ def test_rotation_is_sglangs(head_dim: int, rotary_dim: int, neox: bool, scaling
         torch.testing.assert_close(rotate(k, table, rope), expected, rtol=0, atol=1e-5 * float(k.abs().max()))
 
 
-def test_positions_may_be_divided() -> None:
-    """As in profiles that followed SGLang's linear scaling."""
-    expected = sglang_rope(scaling={"type": "linear", "factor": 3.0}).cos_sin_cache[65_000 : 65_000 + NUM_TOKENS]
-    table = make_rope(position_divisor=3.0).table(65_000, NUM_TOKENS)
-    torch.testing.assert_close(table, expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_unrotate_undoes_rotate(interleaved: bool) -> None:
     rope = make_rope(36, interleaved=interleaved, attention_scaling=1.25)
@@ -83,18 +75,6 @@ def test_a_segments_rows_do_not_depend_on_where_it_was_cut() -> None:
     rope = make_rope()
     whole = rope.table(0, 4200)
     assert torch.equal(torch.cat((rope.table(0, 64), rope.table(64, 4096), rope.table(4160, 40))), whole)
-
-
-def test_a_rope_survives_json_exactly() -> None:
-    rope = make_rope(attention_scaling=1.25)
-    assert msgspec.json.decode(msgspec.json.encode(rope), type=Rope) == rope
-    assert torch.tensor(rope.inv_freq, dtype=torch.float32).tolist() == list(rope.inv_freq)
-
-
-@pytest.mark.parametrize("change", ['"inv_freq":[]', '"inv_freq":[1.0],"attention_scaling":0', '"inv_freq":[1e999]'])
-def test_a_stored_rope_is_validated(change: str) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode("{" + change + "}", type=Rope)
 
 
 @pytest.mark.parametrize(("num_ropes", "pairs", "kept"), [(1, 32, 32), (16, 64, 4), (16, 4096, 1)])
