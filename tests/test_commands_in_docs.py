@@ -6,7 +6,6 @@ import argparse
 import importlib
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from harness.store_process import StoreProcess
 from sgl_kvfetch.tools.app import app
-from tests.tools.conftest import kvfetch
-from tests.tools.test_pin import TEXT, TOKENS, store_pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -28,7 +24,6 @@ _COMMENT = re.compile(r"\s#.*")  # shlex would take STORE#PREFIX for one
 _NOT_COMMANDS = {
     "kvfetch: ..., namespace ...",  # a message
 }
-_HARMLESS = ("inspect", "verify", "pin", "gc")  # these run, on a store of this test
 _MODULES = {"scripts/demo": "benchmarks.demo", "scripts/gpu_check": "benchmarks.gpu_check"}  # where their options are
 
 
@@ -104,38 +99,3 @@ def test_a_command_is_understood(
         assert (ROOT / program).is_file()
         if rest and rest != ["--help"] and program in _MODULES:
             require_benchmark(_MODULES[program], rest, whole, monkeypatch)
-
-
-@pytest.mark.process
-def test_harmless_commands_run(tmp_path: Path, tiny_llama: Path) -> None:
-    """On a store with a prompt: those of the documentation that name a store over HTTP or a directory."""
-    root = tmp_path / "store"
-    store_pages(root, 8, range(2))
-    prompt, prompts = tmp_path / "system-prompt.txt", tmp_path / "prompts.jsonl"
-    prompt.write_text(TEXT)
-    prompts.write_text(f'{{"prompt": {TOKENS}}}\n')
-    not_served = shutil.copytree(root, tmp_path / "not served")
-    with StoreProcess(root) as store:
-        stands_for = {
-            **dict.fromkeys(("http://STORE:8700", "http://127.0.0.1:8700", "STORE", "URL"), store.url),
-            "STORE|FILE": store.url,
-            "DIRECTORY": str(not_served),
-            "/models/llama": str(tiny_llama),
-            "system-prompt.txt": str(prompt),
-            "prompts.jsonl": str(prompts),
-            "64": "1",  # the page size here
-        }
-        ran = set()
-        for page in PAGES:
-            for words, _ in commands_of(page):
-                if words[0] != "kvfetch" or words[1] not in _HARMLESS or not stands_for.keys() & set(words):
-                    continue
-                if "NAME" in words:
-                    stands_for["NAME"] = kvfetch("pin", store.url).output.split()[0]
-                args = [stands_for.get(word, word) for word in words[1:]]
-                if "SIZE" in args:
-                    continue  # kvfetch gc, which README describes by its form alone
-                result = kvfetch(*args)
-                assert result.exit_code == 0, f"{page.name}: {' '.join(words)}\n{result.output}"
-                ran.add(words[1])
-    assert ran == set(_HARMLESS)

@@ -33,14 +33,10 @@ def test_the_store_understands_its_options() -> None:
     assert kvfetch(*SERVICES["store"]["command"], "--unknown", "--help").exit_code == 2
 
 
-def test_all_mounted_files_are_there() -> None:
-    assert len(MOUNTS) == 5
-    assert all(source.is_file() for source in MOUNTS.values())
-    build = SERVICES["store"]["build"]
-    assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
-
-
 def test_programs_find_the_mounted_files() -> None:
+    assert len(MOUNTS) == 5
+    build = SERVICES["store"]["build"]
+    assert all(source.is_file() for source in (*MOUNTS.values(), DEPLOY / build["context"] / build["dockerfile"]))
     prometheus = yaml.safe_load(MOUNTS["/etc/prometheus/prometheus.yml"].read_text())
     assert set(prometheus["rule_files"]) <= set(MOUNTS)
     dashboards = yaml.safe_load(MOUNTS["/etc/grafana/provisioning/dashboards/files.yml"].read_text())
@@ -67,16 +63,12 @@ def analyze(*args: str) -> None:
 
 
 @needs_systemd
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_and_it_exposes_little(tmp_path: Path) -> None:
     command = shutil.which("kvfetch")
     assert command is not None
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/kvfetch/bin/kvfetch", command))
     analyze("verify", "--man=no", str(unit))
-
-
-@needs_systemd
-def test_the_unit_exposes_little() -> None:
     analyze("security", "--offline=yes", "--threshold=20", str(UNIT))  # tenths; 96 without any hardening
 
 

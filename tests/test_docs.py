@@ -109,18 +109,6 @@ def test_the_page_of_stores_has_the_limits_of_the_code() -> None:
         assert re.match(rf"{num_bytes >> 20} MiB\b", row), (what, row)
 
 
-def test_fields_are_described_where_they_are_declared() -> None:
-    """A class's docstring names four of them at most."""
-    crowded = []
-    for path in [*ROOT.glob("sgl_kvfetch/**/*.py"), *ROOT.glob("triton_kernels/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                fields = {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
-                if len(fields & set(re.findall(r"``(\w+)``", ast.get_docstring(node) or ""))) > 4:
-                    crowded.append(node.name)
-    assert crowded == []
-
-
 def test_each_config_key_belongs_to_a_feature_or_to_none() -> None:
     assert sorted([*crossings.KEYS, *crossings.OTHER_KEYS]) == sorted(KVFetchConfig.model_fields)
     assert {*crossings.KEYS.values()} <= {*crossings.FEATURES}

@@ -120,24 +120,6 @@ def importer(imported_sglang: ImportedSGLang | None) -> ImportedSGLang:
     return imported_sglang
 
 
-IMPORTED = """
-import os, sys
-assert "sglang.srt.managers.scheduler" in sys.modules
-print(sys.argv, os.getcwd(), os.environ["XDG_CACHE_HOME"], os.getsid(0) == os.getpid(), os.getppid())
-print("wrong", file=sys.stderr)
-"""
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-def test_processes_that_find_sglang_imported_are_like_others(importer: ImportedSGLang, tmp_path: Path) -> None:
-    done = importer.run(["-c", IMPORTED, "--flag", "a b"], tmp_path, XDG_CACHE_HOME="cache")
-    assert (done.returncode, done.stderr) == (0, "wrong\n")
-    assert done.stdout == f"['-c', '--flag', 'a b'] {tmp_path} cache True {os.getpid()}\n"
-    ends = {"sys.exit(3)": 3, "raise ValueError": 1, "os.kill(os.getpid(), 9)": -9}
-    assert {how: importer.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
-
-
 HOOKED = """
 import pkgutil, sys
 from types import ModuleType

@@ -156,18 +156,10 @@ def test_quantisers_without_a_label(identity: str, expected: str) -> None:
     assert Labels("m", "klt 6.5e-4").quantiser_name(identity) == "klt 6.5e-4"
 
 
-def test_klt_is_named_by_its_target() -> None:
+def test_labels() -> None:
     assert [label_of_klt(target) for target in (6.49e-4, 1e-3, 0.25)] == ["klt 6.5e-4", "klt 1e-3", "klt 2.5e-1"]
-
-
-def test_a_label_of_many_flags_is_cut() -> None:
     assert label_of_flags({"b": None, "a": "x" * 500}) == ("a=" + "x" * 500)[:MAX_LABEL_CHARS]
     assert label_of_flags({"b": False, "a": "x"}) == "a=x, b=false"
-    assert label_of_flags({}) == ""
-
-
-def test_a_short_id_is_a_requests_label() -> None:
-    assert label_of_request("") == ""
     assert label_of_request(5) == "5"  # type: ignore[arg-type]
     assert label_of_request("chatcmpl-\N{SNOWMAN}") == "chatcmpl-\N{SNOWMAN}"
 
@@ -198,14 +190,15 @@ def test_models_are_named_as_they_are_served(tmp_path: Path, monkeypatch: pytest
     assert label_of_model("models/llama", "models/llama") == "llama"
 
 
-@pytest.mark.parametrize("name", ["org/llama", "llama", "id:mine", "mine", "/models/llama"])
-def test_what_people_write_names_a_model(name: str) -> None:
-    labels = Labels("llama" if name.startswith("/") else "org/llama")
-    assert are_named(name, "id:mine", labels)
-    assert not are_named(name + "-2", "id:mine", labels)
-
-
-def test_a_fingerprint_names_a_model() -> None:
-    assert are_named("weights:12ab", "weights:12ab", Labels())
-    assert are_named("12ab", "weights:12ab", Labels())
-    assert not are_named("", "weights:12ab", Labels())
+@pytest.mark.parametrize(
+    ("name", "model", "label"),
+    [
+        *((name, "id:mine", "org/llama") for name in ("org/llama", "llama", "id:mine", "mine")),
+        ("/models/llama", "id:mine", "llama"),
+        *((name, "weights:12ab", "") for name in ("weights:12ab", "12ab")),
+    ],
+)
+def test_what_people_write_names_a_model(name: str, model: str, label: str) -> None:
+    assert are_named(name, model, Labels(label))
+    assert not are_named(name + "-2", model, Labels(label))
+    assert not are_named("", model, Labels(label))

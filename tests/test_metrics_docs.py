@@ -1,7 +1,8 @@
-"""docs/operations.md names every metric with its labels, and the alert rules use no other ones."""
+"""docs/operations.md names every metric with its labels, and the alert rules and the dashboard use no other ones."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from tests.test_docs import anchors
 
 ROOT = Path(__file__).parent.parent
 ALERTS = ROOT / "deploy" / "alerts.yml"
+PANELS = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
+QUERIES = [target["expr"].replace("$__rate_interval", "1m") for panel in PANELS for target in panel.get("targets", ())]
 SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
 
 
@@ -55,7 +58,11 @@ def test_alerts_and_questions_use_documented_metrics() -> None:
         for name, labels in in_code().items()
         if name.endswith(("_seconds", "_ratio", "_typical"))
     }
-    texts = ALERTS.read_text(), (ROOT / "docs" / "operations.md").read_text().partition("## SGLang's server")[0]
+    texts = (
+        *QUERIES,
+        ALERTS.read_text(),
+        (ROOT / "docs" / "operations.md").read_text().partition("## SGLang's server")[0],
+    )
     used = {name for text in texts for name in re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", text)}
     assert len(used) >= 8
     assert used <= set(known)
@@ -69,13 +76,46 @@ def test_each_alert_links_to_what_to_do() -> None:
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's prometheus")
-def test_promtool_accepts_the_alerts() -> None:
-    done = subprocess.run(["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SUCCESS: 14 rules found" in done.stdout
+def test_promtool_accepts_the_alerts_and_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(QUERIES)]
+    panels = tmp_path / "panels.yml"
+    panels.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    for file, num_rules in ((ALERTS, 14), (panels, len(QUERIES))):
+        done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)
+        assert f"SUCCESS: {num_rules} rules found" in done.stdout, done.stdout + done.stderr
 
 
-def test_every_sample_is_there_before_its_first_event() -> None:
+def test_the_dashboard_asks_for_labels_and_values_that_there_are(fresh: list[str]) -> None:
+    known = in_code()
+    labels = {"instance", "le", "cache_source"}.union(*known.values())
+    assert len(QUERIES) > 20
+    for query in QUERIES:
+        for name, matchers in re.findall(r"\b((?:sgl_)?kvfetch_\w+){([^}]*)}", query):
+            own, series = known[name.removesuffix("_bucket")], [line for line in fresh if line.startswith(f"{name}{{")]
+            for label, value in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
+                assert label in own | {"instance"}, query
+                if label != "instance" and name not in OF_REQUESTS:
+                    for each in value.split("|"):
+                        assert any(f'{label}="{each}"' in line for line in series), query
+        assert {label for names in re.findall(r"by \(([^)]*)\)", query) for label in names.split(", ")} <= labels
+
+
+@pytest.fixture(scope="module")
+def fresh() -> list[str]:
+    """The samples of a data plane and of a server before anything has happened."""
+    code = (
+        "from prometheus_client import REGISTRY, generate_latest; import sgl_kvfetch.metrics; "
+        "from sgl_kvfetch.server.metrics import ServerMetrics; "
+        "print((generate_latest(REGISTRY) + generate_latest(ServerMetrics().registry)).decode())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if not line.startswith("#")]
+
+
+OF_REQUESTS = "kvfetch_server_requests_total", "kvfetch_server_request_seconds", "kvfetch_server_failures_total"
+
+
+def test_every_sample_is_there_before_its_first_event(fresh: list[str]) -> None:
     """`increase` does not see the first event of a sample that begins with it. So each value of a label that the page
     names is there, as 0, before anything has happened. Others' texts are not known."""
     unknown = ("sgl_kvfetch_misses_total",)
@@ -83,19 +123,11 @@ def test_every_sample_is_there_before_its_first_event() -> None:
         "sgl_kvfetch_certificate_end_timestamp_seconds",
         "kvfetch_server_certificate_end_timestamp_seconds",
     )  # a time
-    of_requests = "kvfetch_server_requests_total", "kvfetch_server_request_seconds", "kvfetch_server_failures_total"
-    code = (
-        "from prometheus_client import REGISTRY, generate_latest; import sgl_kvfetch.metrics; "
-        "from sgl_kvfetch.server.metrics import ServerMetrics; "
-        "print((generate_latest(REGISTRY) + generate_latest(ServerMetrics().registry)).decode())"
-    )
-    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    samples = [line for line in fresh.splitlines() if not line.startswith("#")]
     for name, labels, _ in rows():
         name, labels = name.strip(" `"), re.sub(r"\(\[`\w+`\]\([^)]*\)\)", "", labels)  # a link's word is no value
-        if name in (*unknown, *later, *of_requests, "kvfetch_server_build_info"):
+        if name in (*unknown, *later, *OF_REQUESTS, "kvfetch_server_build_info"):
             continue
-        mine = [line for line in samples if re.match(rf"{name}(_count|_bucket)?[{{ ]", line)]
+        mine = [line for line in fresh if re.match(rf"{name}(_count|_bucket)?[{{ ]", line)]
         assert mine, name
         for label, values in re.findall(r"(?:^|; )`(\w+)`(?:: |[^`]*?, )((?:`[\w ]+`[^`;]*)*)", labels.strip()):
             missing = [
@@ -104,6 +136,6 @@ def test_every_sample_is_there_before_its_first_event() -> None:
             assert missing == [], (name, label)
     assert {f'stage="{stage}",reason="refused"' for stage in ("lookup", "fetch", "write")} <= {
         ",".join(reversed(re.findall(r'\w+="\w+"', line)))
-        for line in samples
+        for line in fresh
         if line.startswith("sgl_kvfetch_misses_total")
     }

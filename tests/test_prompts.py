@@ -25,10 +25,6 @@ def test_page_hashes_are_sglangs(page_size: int, salt: str | None) -> None:
     assert len(expected) == 100 // page_size
 
 
-def test_short_prompts_have_no_pages() -> None:
-    assert page_hashes([1] * 15, 16) == []
-
-
 def test_files_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "one"}\n\n{"prompt": [1, 2]}\n')

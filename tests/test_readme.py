@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import free_port, other_models
-from harness.models import TinyLlama, make_tiny_llama
-from harness.store_process import StoreProcess
 from harness.waiting import polls, wait_until
-from sgl_kvfetch.codec import fingerprint_model, load_profile
-from sgl_kvfetch.plane.profiles import take_profile
-from sgl_kvfetch.protocol.config import parse_config
 from tests.conftest import copy_sources
 from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
 from tests.tools.conftest import kvfetch
@@ -94,25 +89,6 @@ def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path, monkeypatch: 
             wait_until(lambda: kvfetch(*why).exit_code == 0, found=lambda: kvfetch(*why).output + answering.tail())
             assert "8 pages are stored and sound" in kvfetch(*why).output
         assert "wants a token" in kvfetch("inspect", url).stderr
-
-
-@pytest.mark.slow
-def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = TinyLlama(128, 32, 32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32)
-    model = make_tiny_llama(tmp_path / "model", shape)
-    words = (f"w{3 + place * place % 101}" for place in range(40_000))  # 25 windows of 1,536 tokens
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": " ".join(words)}) + "\n")
-    (tmp_path / "token").write_text("secret")
-    (tmp_path / "token").chmod(0o600)
-    monkeypatch.setenv("KVFETCH_TOKEN", "secret")  # as the first block exports it
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with StoreProcess(tmp_path / "store", extra_args=("--token-file", str(tmp_path / "token"))) as store:
-        theirs = [("--model MODEL ", f"--model {model} "), ("http://STORE:8700", store.url)]
-        run(replaced(CALIBRATE, theirs), tmp_path, "calibrate")
-        config = parse_config({"store": store.url, "quantiser": "klt"})
-        taken = take_profile(config, fingerprint_model(str(model)), lambda path: None)
-    assert taken is not None
-    assert load_profile(Path(taken.path)).calibration.num_windows == 25
 
 
 def test_two_commands() -> None:

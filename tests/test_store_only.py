@@ -22,7 +22,7 @@ from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.tools.app import COMMANDS
 from tests.conftest import ROOT, pip
 from tests.segments import make_segment
-from tests.tools.conftest import KEYS, put
+from tests.tools.conftest import KEYS, flip, put
 from tests.tools.test_pin import TOKENS, store_pages
 
 pytestmark = pytest.mark.slow
@@ -132,30 +132,19 @@ def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path
                 assert Path(python).parent == Path(kvfetch).parent
 
 
-def test_verify_finds_damage_by_digests(kvfetch: str, tmp_path: Path) -> None:
-    segment = make_segment(num_pages=4)[0]
-    root = tmp_path / "store"
+def test_verify_compares_with_digests(kvfetch: str, tmp_path: Path) -> None:
+    """Also of encrypted segments with their key: without torch, nothing is decrypted."""
+    root, key_file, segment = tmp_path / "store", tmp_path / "keys", make_segment(num_pages=4)[0]
+    key_file.write_text("6b" * 32)
     put(root, segment)
-    verify = ("verify", str(root), "--json")
+    put(root, secure_segment(make_segment(num_pages=4, model="another")[0], KEYS))
+    verify = ("verify", str(root), "--json", "--key-file", str(key_file))
     report = json.loads(run(kvfetch, *verify).stdout)
-    assert (report["num_segments"], report["num_chunks"], report["missing_package"]) == (1, 0, "numpy")
+    assert (report["num_segments"], report["num_locked"], report["missing_package"]) == (2, 1, "numpy")
     assert report["problems"] == []
     assert report["read_bytes"] == sum(path.stat().st_size for path in root.rglob("*.kv?"))
-
-    data = bytearray((root / segment.data_name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (root / segment.data_name).write_bytes(data)
+    flip(root / segment.data_name, len(segment.data) // 2)
     done = run(kvfetch, *verify)
     assert done.returncode == 1
     (problem,) = json.loads(done.stdout)["problems"]
     assert problem == {"name": segment.data_name, "what": "its bytes do not match the digest in its name"}
-
-
-def test_encrypted_segments_are_compared_with_digests(kvfetch: str, tmp_path: Path) -> None:
-    """Also with their key: without torch, nothing is decrypted."""
-    root, key_file = tmp_path / "store", tmp_path / "keys"
-    key_file.write_text("6b" * 32)
-    put(root, secure_segment(make_segment()[0], KEYS))
-    report = json.loads(run(kvfetch, "verify", str(root), "--key-file", str(key_file), "--json").stdout)
-    assert (report["num_segments"], report["num_locked"], report["missing_package"]) == (1, 0, "numpy")
-    assert report["problems"] == []

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, make_prompt
-from tests.e2e.faults import PAGES
 from tests.e2e.shared import Shared
 from tests.tools.conftest import kvfetch, kvfetch_json
 
@@ -88,23 +86,3 @@ def test_compare_sound_caches_and_values_that_are_too_coarse(
     assert table.exit_code == 1
     assert "differs" in table.output
     assert "answers from caches diverge by more than 0 nats beyond chance" in table.output
-
-
-def test_look_up_and_pin(model: Path, host: Shared, store: StoreProcess, tmp_path: Path) -> None:
-    prompts = [make_prompt(seed) for seed in range(2)]
-    text = " ".join(f"w{token}" for token in prompts[0])
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": text}) + "\n" + json.dumps({"prompt": prompts[1]}) + "\n")
-    options = ("--file", str(file), "--cache-salt", "one", "--json")
-    with host.attached(store.url, codec="zstd") as server:
-        for prompt in prompts:
-            server.generate(input_ids=prompt, max_new_tokens=1, cache_salt="one")
-        wait_until_written(server, 2 * PAGES)
-    tokenised = ("--model", str(model), "--page-size", str(PAGE_SIZE))
-    result = kvfetch("why", store.url, *options, "--model", str(model))
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
-    assert [(one["num_tokens"], one["num_pages"], one["stored_pages"]) for one in found] == [(640, PAGES, PAGES)] * 2
-    result = kvfetch("pin", store.url, *options, *tokenised)
-    assert result.exit_code == 0, result.output
-    assert [list(pin["stored_pages"].values()) for pin in json.loads(result.output)] == [[PAGES]] * 2

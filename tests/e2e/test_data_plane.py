@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +21,9 @@ import pytest
 
 from harness.children import data_planes
 from harness.engine import SGLangServer
-from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import NUM_STORED, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import DEADLINE_S, SLACK_S, fetch_again
 from tests.e2e.shared import Shared
 
@@ -118,40 +116,6 @@ def _await_service(server: SGLangServer) -> None:
 
     # Lookups pause for up to 30 s after failures.
     wait_until(is_back, timeout_s=BACK_S + 30, poll_s=0.2, found=server.log_tail)
-
-
-def over_the_link(node: StoreProcess) -> float:
-    """Return how many bytes of data the node's store has read from the other one."""
-    with urllib.request.urlopen(f"{node.url}/metrics") as answer:
-        return read_metric(answer.read().decode(), "kvfetch_server_upstream_bytes_total")
-
-
-def test_the_second_hit_comes_from_the_node(host: Shared, device: Shared, tmp_path: Path) -> None:
-    prompt = make_prompt(0, TOKENS)
-    with StoreProcess(tmp_path / "far", link_gbps=LINK_GBPS) as far:
-        with host.attached(far.url, codec="zstd") as server:
-            computed = ask(server, prompt)
-            wait_until_written(server, TOKENS // PAGE_SIZE)
-
-        def hits(server: SGLangServer) -> float:
-            """Ask, and return the bytes that came over the link."""
-            server.flush()
-            before = over_the_link(node)
-            answer = ask(server, prompt)
-            assert from_storage(answer) >= 0.9 * TOKENS
-            assert same_answer(answer, computed)
-            return over_the_link(node) - before
-
-        with (
-            StoreProcess(tmp_path / "near", extra_args=["--upstream", far.url]) as node,
-            host.attached(node.url, mode="read_only") as one,
-            device.attached(node.url, mode="read_only") as other,
-        ):
-            assert hits(one) > 0
-            wait_until(lambda: bool(list((tmp_path / "near").rglob("*.kvm"))))
-            assert (hits(other), hits(one)) == (0, 0)
-            far.stop()
-            assert (hits(other), hits(one)) == (0, 0)
 
 
 def test_a_store_that_is_killed_costs_hits_and_no_answer(

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.attaching import attach, detach
-from harness.engine import ServerError, SGLangServer, device_args
+from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.otlp_receiver import OtlpReceiver, ReceivedSpan
 from harness.store_process import StoreProcess
@@ -148,37 +147,3 @@ def generate(server: SGLangServer, prompt: list[int], num_tokens: int) -> dict[s
         server.request("POST", "/generate", {"input_ids": prompt, "sampling_params": sampling})
     )
     return answer
-
-
-def test_both_modes_share_a_store_until_weights_change(
-    own: Shared, other_model: Path, host: Shared, store: StoreProcess, expected: Expected
-) -> None:
-    with host.attached(store.url) as server:
-        ask(server, make_prompt(0))
-        wait_until_written(server, PAGES)
-        with closing(own), own.attached(store.url) as other:  # whose weights are changed: it ends
-            ask(other, make_prompt(1))
-            wait_until_written(other, PAGES)
-            assert_fetched_in_parts(other, expected)
-            wait_until_written(other, PAGES + PAGES // 2)
-            other_weights_need_another_name(other, str(other_model), store.url, expected)
-        answer = ask(server, make_prompt(1))
-        assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, expected[1])
-
-
-def other_weights_need_another_name(server: SGLangServer, path: str, store_url: str, expected: Expected) -> None:
-    server.request("POST", "/update_weights_from_disk", {"model_path": path})
-    changed = ask(server, make_prompt(0))
-    assert changed.cached_tokens == 0
-    assert not same_answer(changed, expected[0])
-    detach(server)
-    with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
-        attach(server, store_url)
-    attach(server, store_url, model_id="other")
-    ask(server, make_prompt(0))  # in the tree, and written now
-    wait_until_written(server, 2 * PAGES + PAGES // 2)
-    server.flush()
-    again = ask(server, make_prompt(0))
-    assert from_storage(again) >= 0.9 * 640
-    assert same_answer(again, changed)

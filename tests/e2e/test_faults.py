@@ -24,7 +24,6 @@ from tests.e2e.faults import (
     assert_a_miss_in_time,
     assert_stored_once_the_store_works,
     is_data,
-    misses,
 )
 from tests.e2e.shared import Shared
 
@@ -101,33 +100,6 @@ def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(
     proxy.set(None)
 
 
-def flipped(filled: Path, folder: Path, suffix: str) -> Path:
-    """Return a copy of a store's objects, with a bit flipped in each that has this suffix."""
-    for path in filled.rglob("*.kv?"):
-        data = bytearray(path.read_bytes())
-        if path.suffix == suffix:
-            data[len(data) // 3] ^= 0x10
-        copy = folder / "flipped" / path.relative_to(filled)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(data)
-    return folder / "flipped"
-
-
-@pytest.mark.parametrize("suffix", [".kvd", ".kvm"])
-def test_one_byte_flipped_in_every_object(
-    host: Shared, filled: Path, tmp_path: Path, expected: Expected, suffix: str
-) -> None:
-    with (
-        StoreProcess(flipped(filled, tmp_path, suffix)) as store,
-        host.attached(store.url, mode="read_only") as reader,
-    ):
-        for seed in range(3):
-            answer = ask(reader, make_prompt(seed))
-            assert suffix == ".kvd" or from_storage(answer) == 0
-            assert same_answer(answer, expected[seed])
-        assert suffix == ".kvm" or read_metric(reader.metrics(), "sgl_kvfetch_corrupt_chunks_total") >= 3
-
-
 def test_a_prefix_that_takes_longer_than_sglangs_budget_is_a_hit(host: Shared, slow: Slow, expected: Expected) -> None:
     link = slow()
     with host.attached(link.url, policy=POLICY, **ONE_BY_ONE) as reader:
@@ -157,15 +129,3 @@ def test_a_prefix_that_is_computed_sooner_is_not_waited_for(host: Shared, slow: 
         assert num_tried + num_computed == 3
         assert num_computed >= 1  # both of the others, unless the machine is so slow that the link is tried again
         assert counted("sgl_kvfetch_recomputed_tokens_total") >= num_computed * STORED
-
-
-def test_a_budget_of_the_users_own_is_kept(host: Shared, slow: Slow, expected: Expected) -> None:
-    """Much the same as SGLang's default, which would lose the prefix."""
-    link = slow()
-    own: dict[str, Any] = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.2}
-    with host.attached(link.url, policy=POLICY, **ONE_BY_ONE, **own) as reader:
-        with misses(reader, "fetch", {"timeout", "late", "policy"}):
-            answer = ask(reader, make_prompt(0))
-        assert from_storage(answer) < STORED
-        assert same_answer(answer, expected[0])
-        assert "and 1 s + 0.2 s per 1,024 tokens (prefetch_timeout_*)" in reader.log()

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +22,8 @@ from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_deepseek
 from harness.store_process import StoreProcess
-from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.profile import load_profile
-from sgl_kvfetch.stores.wire import Route
+from harness.waiting import WAIT_S
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.continuation import continue_from_quantised
 from tests.e2e.device import attached, begin, wait_until_disconnected
 from tests.e2e.faults import (
     PAGES,
@@ -164,33 +158,6 @@ def _is_restored(server: SGLangServer, seed: int, computed: Generation) -> bool:
     return from_storage(answer) >= 0.9 * 640 and same_answer(answer, computed)
 
 
-def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
-    deepseek: Path, one_rank: Shared, store: StoreProcess, tmp_path: Path
-) -> None:
-    """As transformers does from the same vectors, quantised in memory."""
-    (tmp_path / "text").write_text(" ".join(f"w{token}" for seed in range(100, 106) for token in make_prompt(seed)))
-    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(deepseek), "--text", "text"]
-    command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    profile = load_profile(tmp_path / "profile")
-    assert profile.rotations is not None
-    target_kl = profile.curve[1].kl
-    with one_rank.attached(store.url, profile=str(tmp_path / "profile"), target_kl=target_kl) as server:
-        computed = _compute(server, 0)
-        server.flush()
-        answer = ask(server, make_prompt(0))
-    assert from_storage(answer) >= 0.9 * 640
-    assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work
-    quantiser = KltQuantiser(profile, target_kl)
-    tokens, logprobs = continue_from_quantised(
-        deepseek, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
-    )
-    assert answer.output_ids == tokens
-    # A coefficient halfway between two integers may become the other one.
-    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
-
-
 @dataclass(frozen=True)
 class Pair:
     """A server of two ranks, which has stored two prompts, and keeps nothing of them itself."""
@@ -224,11 +191,6 @@ def pair(device_ranks: Shared, tmp_path_factory: pytest.TempPathFactory) -> Iter
             yield Pair(server, link, store, computed)
 
 
-def test_what_two_ranks_wrote_comes_back(pair: Pair) -> None:
-    for seed in range(2):
-        assert same_answer(fetch_again(pair.server, seed), pair.computed[seed])
-
-
 @pytest.mark.parametrize(
     ("rank", "fault", "reasons"),
     [
@@ -250,20 +212,6 @@ def test_a_store_that_fails_one_of_them(pair: Pair, rank: int, fault: Fault, rea
     assert same_answer(answer, pair.computed[1])
     assert from_storage(answer) < 640 // 2
     assert took_s < DEADLINE_S + SLACK_S
-    pair.fetch_again()
-
-
-def test_a_lookup_that_one_of_them_is_refused(pair: Pair) -> None:
-    def is_refused() -> bool:
-        pair.server.flush()
-        pair.link.set(Fault("error", status=400, times=1, only=lambda _, path: path == Route.LOOKUP))
-        answer = ask(pair.server, make_prompt(1))
-        assert same_answer(answer, pair.computed[1])
-        return from_storage(answer) == 0
-
-    with misses(pair.server, "lookup", {"invalid"}):
-        wait_until(is_refused)  # a client whose answer is late asks twice, and may take the second answer
-    pair.link.set(None)
     pair.fetch_again()
 
 

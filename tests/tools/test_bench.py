@@ -9,14 +9,14 @@ import pytest
 
 from harness.small_segments import NAMESPACE
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.status import Decided
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.tools.bench import BenchResult, GroupResult, _Answer, _group_result, _Metrics, _report, _Sent
 from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, make_groups
 from sgl_kvfetch.tools.sglang_server import open_server
 from sgl_kvfetch.tools.terminal import show
 from sgl_kvfetch.tools.why import Asked
 from tests.tools.conftest import kvfetch
-from tests.tools.test_why import status_of, told_by_a_server
+from tests.tools.test_why import decided as made_decision, status_of, told_by_a_server
 
 
 async def tokenise(text: str) -> list[int]:
@@ -63,19 +63,8 @@ def compared(*again: tuple[float, str, int]) -> GroupResult:
     tiers = dict.fromkeys(("device", "host", "storage"), 0)
     computed = [_Answer(2.0, tiers, f"first {number}", 1024) for number, _ in enumerate(again)]
     answers = [_Answer(s, tiers | {tier: count}, f"r{number}", 1024) for number, (s, tier, count) in enumerate(again)]
-    decided = [
-        Decided(
-            request_id=answer.request_id,
-            at_s=0.0,
-            first_hash="",
-            found_hash="",
-            num_pages=15,
-            num_found=15,
-            num_served=0,
-            reason="" if answer.cached["storage"] else "sooner",
-        )
-        for answer in answers
-    ]
+    reasons = {answer.request_id: "" if answer.cached["storage"] else Reason.SOONER for answer in answers}
+    decided = [made_decision(request_id, reason, 15, 0) for request_id, reason in reasons.items()]
     group = Group("1,024 tokens", [[1] * 1024] * len(again))
     asked = Asked(64, status_of(recent=decided), False, [])
     return _group_result(group, _Sent(computed, 0), _Sent(answers, 1 << 20), asked)
@@ -104,17 +93,6 @@ def test_what_was_not_fetched_has_no_time_and_no_gain(capsys: pytest.CaptureFixt
     assert rows[2][2:] == ["1", "1,024", "2", "0.5", "4.00x", "960", "960", "1", "MiB"]
     assert "3 of 6 prompts were not fetched: sooner. What to do: nothing: the link or the decoder" in output
     assert "1 of 6 prompts were not fetched: in_memory. What to do: the server had them in its memory" in output
-
-
-def test_a_server_that_tells_nothing_of_a_request() -> None:
-    request = _Answer(2.0, {"device": 0, "host": 0, "storage": 0}, "r", 100)
-    for asked, reason in [
-        (Asked(64, None, False, []), "not_attached"),
-        (Asked(64, status_of(threshold_tokens=256), False, []), "short"),
-        (Asked(64, status_of(), False, []), "unknown"),
-    ]:
-        found = _group_result(Group("", [[1]]), _Sent([request], 0), _Sent([request], 0), asked)
-        assert found.not_fetched == {reason: 1}
 
 
 def test_servers_of_which_nothing_could_be_said_are_refused(tmp_path: Path) -> None:

@@ -54,11 +54,6 @@ def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
     assert len(compared(computed, TopAnswer([1, 2, 1, 1], tops, {}))) == 2
 
 
-def test_where_most_tokens_came_from() -> None:
-    sources = [TopAnswer([], [], cached).source for cached in ({}, {"device": 0}, {"device": 1, "storage": 2})]
-    assert sources == ["computed", "computed", "storage"]
-
-
 def test_a_comparison_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of which nothing came from a cache were computed three times."""
     answer = TopAnswer([1], [{1: -0.1}], {})
@@ -130,18 +125,21 @@ async def test_an_answer_that_does_not_end_has_a_deadline() -> None:
         assert caught.value.reason == "timeout"
 
 
-@pytest.mark.parametrize("logprob", ['"x"', "NaN", "null", "1e308", "[]"])
-async def test_malformed_log_probabilities_are_named(logprob: str) -> None:
-    pair = f"[{logprob}, 1, null]"
-    meta = f'{{"meta_info": {{"output_token_logprobs": [{pair}], "output_top_logprobs": [[{pair}]]}}}}'
-    async with answering(lambda _: web.Response(text=meta)) as url, open_server(url) as session:
-        with pytest.raises(StoreError, match="the answer is malformed") as caught:
+def of_a_token(logprob: str) -> str:
+    return f'"output_token_logprobs": [[{logprob}, 1, null]], "output_top_logprobs": [[[{logprob}, 1, null]]]'
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        *((of_a_token(logprob), "the answer is malformed") for logprob in ('"x"', "NaN", "null", "1e308", "[]")),
+        ("", "expected 16 of each"),
+        ('"output_token_logprobs": [[-1, 1, null]]', "expected 16 of each"),
+    ],
+)
+async def test_malformed_and_missing_log_probabilities_are_named(meta: str, said: str) -> None:
+    answer = f'{{"meta_info": {{{meta}}}}}'
+    async with answering(lambda _: web.Response(text=answer)) as url, open_server(url) as session:
+        with pytest.raises(StoreError, match=said) as caught:
             await ask(session, url, [1, 2], None)
         assert caught.value.reason == "protocol"
-
-
-@pytest.mark.parametrize("meta", ["{}", '{"output_token_logprobs": [[-1, 1, null]]}'])
-async def test_answers_without_log_probabilities_are_named(meta: str) -> None:
-    async with answering(lambda _: web.Response(text=f'{{"meta_info": {meta}}}')) as url, open_server(url) as session:
-        with pytest.raises(StoreError, match="expected 16 of each"):
-            await ask(session, url, [1, 2], None)

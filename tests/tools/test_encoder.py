@@ -171,23 +171,7 @@ async def test_encodes_segments_to_the_wanted_variants(store: AdminStore) -> Non
     await require_nothing_loose(store, *manifests)
 
 
-async def test_existing_variants_are_not_encoded_again(local: Meddler) -> None:
-    (segment,) = await stored_in(local)
-    await encode(local)
-    before = (await manifest_of(local, segment)).variants[0]
-    targets = make_targets(["hevc", "deflate"], ["240p"])
-    local.num_puts = 0
-    await encode(local, targets)
-    assert local.num_puts == 1  # and the manifest is replaced
-    assert (await manifest_of(local, segment)).variants[0] == before
-    await require_encoded(local, segment, targets)
-
-    await encode(local)  # and one that is not wanted any more goes, without coding anything
-    await require_encoded(local, segment)
-    await require_nothing_loose(local, await manifest_of(local, segment))
-
-
-async def test_keep_source_keeps_the_source_variant(local: Meddler) -> None:
+async def test_only_what_is_missing_is_encoded_and_what_is_not_wanted_goes(local: Meddler) -> None:
     (segment,) = await stored_in(local)
     await encode(local, keep_source=True)
     manifest = await manifest_of(local, segment)
@@ -195,6 +179,20 @@ async def test_keep_source_keeps_the_source_variant(local: Meddler) -> None:
     assert manifest.data_name(manifest.variants[1]) == segment.data_name
     assert (await encode(local, keep_source=True)).tally.num_encoded == 0
     await require_nothing_loose(local, manifest)
+
+    local.num_puts = 0
+    await encode(local, make_targets(["zstd"], ["240p"]), keep_source=True)  # it must come first
+    assert ways(await manifest_of(local, segment)) == [Target("zstd", "240p"), *HEVC]
+    assert local.num_puts == 0  # the manifest is replaced
+    targets = make_targets(["hevc", "deflate"], ["240p"])
+    await encode(local, targets)
+    assert local.num_puts == 1
+    assert (await manifest_of(local, segment)).variants[0] == manifest.variants[0]
+    await require_encoded(local, segment, targets)
+    await encode(local)
+    assert local.num_puts == 1
+    await require_encoded(local, segment)
+    await require_nothing_loose(local, await manifest_of(local, segment))
 
 
 async def test_replaced_data_is_kept_for_the_grace_period(local: Meddler, monkeypatch: pytest.MonkeyPatch) -> None:

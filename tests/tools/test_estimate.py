@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.tools import estimate
-from sgl_kvfetch.tools.estimate import CODINGS, parse_link, values_per_token
+from sgl_kvfetch.tools.estimate import CODINGS, values_per_token
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -103,16 +103,14 @@ def test_values_a_token_by_kind_of_model(config: Path, changes: dict[str, Any], 
     assert values_per_token(str(config)) == values
 
 
-def test_links_are_bits_a_second() -> None:
-    assert [parse_link(text) for text in ("10Gbps", "2.5 Gbps", "100Mbps")] == [10e9, 2.5e9, 100e6]
-
-
-def test_it_says_what_the_model_of_a_load_predicts(tmp_path: Path) -> None:
-    """Within a tenth of what docs/kernels.md has of 32,768 tokens of an 8B, at best and at worst."""
+def test_it_says_what_a_gpu_takes(tmp_path: Path) -> None:
+    """What it predicts of a load is within a tenth of what docs/kernels.md has, at best and at worst. Its second line
+    has what was measured on an H200, and what it says itself of the same prompt there."""
     llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps(llama))
-    options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000", "--batch", "0")
-    found = kvfetch_json(*options, "--tokens", "32768")
+    options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000")
+    of_kernels = (*options, "--batch", "0", "--tokens", "32768")
+    found = kvfetch_json(*of_kernels)
     rows = (DOCS / "kernels.md").read_text().partition("| 8B, 32,768 tokens | raw |")[2]
     for name, seconds in found["gpu_s"].items():
         row = rows.partition(f"|  | {name} |")[2].partition("\n")[0]
@@ -120,16 +118,9 @@ def test_it_says_what_the_model_of_a_load_predicts(tmp_path: Path) -> None:
         load_s = seconds - 32768 * found["codings"][name]["bytes_per_token"] / 12.5e9
         assert 0.9 * best_ms < 1e3 * load_s < 1.1 * worst_ms
     assert found["gpu_s"].keys() == {"exact", "klt"}
-    assert f"such a prompt would take {found['gpu_s']['exact']:.3g} s with exact" in " ".join(
-        kvfetch(*options, "--tokens", "32768").output.split()
-    )
+    said = f"such a prompt would take {found['gpu_s']['exact']:.3g} s with exact"
+    assert said in " ".join(kvfetch(*of_kernels).output.split())
 
-
-def test_it_says_what_a_gpu_took(tmp_path: Path) -> None:
-    """Its second line has what was measured on an H200, and what it says itself of the same prompt there."""
-    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(llama))
-    options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000")
     said = " ".join(kvfetch(*options).output.split())
     times = kvfetch_json(*options)["codings"]["klt"]["ttft_s"]
     page = (DOCS / "gpus.md").read_text()

@@ -14,27 +14,10 @@ import pytest
 from harness.store_process import StoreProcess
 from sgl_kvfetch import __version__
 from sgl_kvfetch.user_files import TOKEN_ENV
-from tests.tools.conftest import Stored, kvfetch, kvfetch_json
+from tests.tools.conftest import kvfetch
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d"
 LISTENING = rf"{TIME} INFO kvfetch: serving (?P<root>.+), and its web UI, on (?P<url>http://\S+)"
-
-
-@pytest.mark.process
-def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token_file = tmp_path / "token"
-    token_file.write_text("secret\n")
-    token = ("--token-file", str(token_file))
-    in_directory = kvfetch_json("inspect", stored.url)
-    with StoreProcess(stored.root, extra_args=token) as store:
-        for command in ("inspect", "verify"):
-            refused = kvfetch(command, store.url)
-            assert refused.exit_code == 2
-            assert "401" in refused.stderr
-            assert kvfetch(command, store.url, *token).exit_code == 0
-        assert kvfetch_json("inspect", store.url, *token) == in_directory
-        stored.data_path(0).write_bytes(bytes(stored.data_path(0).stat().st_size))
-        assert kvfetch("verify", store.url, *token).exit_code == 1
 
 
 @pytest.mark.process

@@ -15,7 +15,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.log import LimitedLogger, printable
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.tools import terminal
 from sgl_kvfetch.tools.app import COMMANDS, import_command
 from sgl_kvfetch.tools.terminal import StoreAccess, _Formatter, format_size, make_console, make_table, say, show
@@ -25,7 +25,7 @@ from tests.tools.conftest import Stored, kvfetch
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang"}
 
 
-def test_sizes() -> None:
+def test_sizes_and_durations() -> None:
     for text, num_bytes in (
         ("10GiB", 10 << 30),
         ("500MB", 500_000_000),
@@ -37,9 +37,6 @@ def test_sizes() -> None:
     for num_bytes, text in ((0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 << 30, "10 GiB")):
         assert format_size(num_bytes) == text
     assert format_size(1 << 60) == "1.02e+03 PiB"
-
-
-def test_durations() -> None:
     assert [parse_duration(text) for text in ("90s", "45m", "1.5 h", "30d")] == [90, 2700, 5400, 30 * 86400]
 
 
@@ -58,10 +55,6 @@ NO_DURATIONS = "", "30", "d", "-1d", "2 weeks", "1h30m"
 def test_what_means_nothing_is_refused(parse: Callable[[str], float], text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(text)
-
-
-def test_stored_text_cannot_drive_the_terminal() -> None:
-    assert printable("a\x1b[31mb\n") == "a\ufffd[31mb\ufffd"
 
 
 def test_stored_text_cannot_forge_or_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,13 +90,6 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> None:
     assert inspect.getdoc(import_command(command)).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
-
-
-def test_an_unknown_command_is_refused() -> None:
-    result = kvfetch("verfy")
-    assert result.exit_code == 2
-    assert "No such command 'verfy'" in result.stderr
-    assert "verify" in result.stderr
 
 
 def require_light(*commands: list[str]) -> str:

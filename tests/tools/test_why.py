@@ -160,12 +160,6 @@ def test_a_prompt_that_no_namespace_begins_with(tmp_path: Path) -> None:
     assert "3 tokens, pages of a size that --server would show" in text
 
 
-def test_a_request_that_leaves_a_stored_prompt(tmp_path: Path) -> None:
-    with told_by_a_server(status_of(recent=[decided("a", Reason.DIVERGES, 3, 3)])) as url:
-        (found,) = kvfetch_json("why", str(tmp_path), "--server", url, "--request", "a", exit_code=1)
-    assert only_reason(found) == (Reason.DIVERGES, 3, 8)
-
-
 def test_data_whose_manifest_was_not_written(tmp_path: Path) -> None:
     segment = coded()
     store(tmp_path, segment, coded(replace(NAMESPACE, model="another"), range(1)))
@@ -292,21 +286,6 @@ def test_cells_with_more_heads_than_the_rank(tmp_path: Path) -> None:
 def test_a_prompt_that_is_stored_without_its_salt(tmp_path: Path) -> None:
     store(tmp_path, coded(pages=range(4), salt="tenant"), coded())
     assert_why(why(tmp_path, "--cache-salt", "tenant"), Reason.OTHER_SALT, pages=range(4, 8))
-
-
-def test_what_is_in_the_way_of_a_server(tmp_path: Path) -> None:
-    store(tmp_path, coded())
-    with told_by_a_server(None) as url:
-        assert only_reason(why(tmp_path, "--server", url)) == (Reason.NOT_ATTACHED, 0, 8)
-    assert only_reason(told(tmp_path, reads=False)) == (Reason.NOT_READING, 0, 8)
-    found = told(tmp_path, threshold_tokens=8)
-    assert only_reason(found) == (Reason.SHORT, 0, 8)
-    assert found["findings"][0]["detail"] == "7 tokens could be served, and lookups begin at 8"
-    down = 'sgl_kvfetch_store_down{pid="7"} 1.0\n'
-    found = told(tmp_path, metrics=f"# HELP x\n{down}other 1.0\n", threshold_tokens=7)
-    assert only_reason(found) == (Reason.SKIPPED, 0, 8)
-    found = told(tmp_path, metrics=down.replace("1.0", "0.0"), threshold_tokens=7, exit_code=0)
-    assert found["stored_pages"] == 8
 
 
 def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
