@@ -73,7 +73,7 @@ SLOW = {
     "tests/directory": "catalog disk_room dropped_levels",
     "tests/plane/fetch": "ahead levels",
     "tests/plane": "audit",
-    "tests/plugin/device": "attach choices ends linker",
+    "tests/plugin/device": "choices ends linker",
     "tests/plugin/host": "side_pools storage storage_nvdec",
     "tests/server": "schema",
     "tests/stores": "connection_states transfers",

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.mem_cache import unified_radix_cache
 
 from sgl_kvfetch.plane import service, store, store as plane_store
-from sgl_kvfetch.plugin import starting
+from sgl_kvfetch.plugin import starting, weight_updates
 from sgl_kvfetch.plugin.device import linker
 from sgl_kvfetch.protocol import quantiser
 from sgl_kvfetch.protocol.quantiser import config_quantiser
@@ -26,8 +26,9 @@ collect_ignore_glob = [] if HAS_LINKER else ["test_*.py"]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
-    """Builds ranks on one store, and closes them."""
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[MakeRig]:
+    """Builds ranks on one store, and closes them. After a test that has passed, nothing may be held for requests."""
+    num_failed = request.session.testsfailed
     monkeypatch.setattr(plane_store, "with_keys", lambda store, keys: with_keys(GatedStore(store), keys))
     monkeypatch.setattr(store, "_LINGER_S", 0.01)
     monkeypatch.setattr(quantiser, "SPAN_TOKENS", 8)
@@ -35,6 +36,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(linker, "open_engine_plane", starting.open_engine_plane)
     monkeypatch.setattr(linker, "_open_pages", linker._open_pages)
     monkeypatch.setattr(service, "config_quantiser", config_quantiser)
+    monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
     made: list[Rig] = []
 
@@ -46,6 +48,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         yield build
         for rig in made:
             rig.store.lookups.is_open = rig.store.reads.is_open = True
+            if request.session.testsfailed == num_failed:
+                rig.assert_nothing_held()
             rig.cache.release_host_resources()
 
 

@@ -19,10 +19,10 @@ class FakeEvent:
     """An event that objects if the calling thread has not selected its device: torch's would create a context on
     GPU 0."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
+    def __init__(self, device: FakeDevice, stream: FakeStream | None = None) -> None:
+        """Without a stream, it never comes by itself."""
+        self._device, self.stream = device, stream
         self.is_done = False
-        self.at_ms = 0.0  # of a device with a clock
 
     def query(self) -> bool:
         self._device.require_selected()
@@ -47,7 +47,7 @@ class FakeStream:
             self.queue.append(work)
 
     def record_event(self) -> FakeEvent:
-        event = FakeEvent(self._device)
+        event = FakeEvent(self._device, self)
 
         def reach() -> None:
             event.is_done = True
@@ -77,7 +77,6 @@ class FakeDevice(Device):
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.streams: list[FakeStream] = []
-        self.used: list[tuple[torch.Tensor, Stream]] = []  # arguments of `used_on`
         self.num_empty = self.num_pinned = 0  # allocations
         self.pinned_memory: list[torch.Tensor] = []  # arguments of `pin`
         self.num_launching = 0  # calls of `launching`
@@ -120,7 +119,7 @@ class FakeDevice(Device):
         return x.to(self.torch_device)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self.used.append((tensor, stream))
+        pass
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         self.num_pinned += 1
@@ -142,56 +141,16 @@ class FakeDevice(Device):
                     return
                 self._random.choice(ready).step()
 
+    def run_for(self, event: Fence) -> None:
+        """Do no more work than must be done before an event."""
+        awaited = cast(FakeEvent, event)
+        while not awaited.is_done:
+            assert awaited.stream is not None
+            if not awaited.stream.can_step:
+                self.run_for(cast(FakeEvent, awaited.stream.queue[0]))
+            awaited.stream.step()
+
     def forward_pass(self, work: Callable[[], object]) -> None:
         """Launch a forward pass as SGLang's scheduler does when it overlaps with it."""
         self.forward.wait_event(self.scheduler.record_event())
         self.launch(self.forward, work)
-
-
-class ClockedDevice(FakeDevice):
-    """A device with a clock of its own, beside the host's: work takes time, and begins when its launch, its stream and
-    awaited events allow.
-
-    Attributes:
-        host_ms: The host's clock, which a test sets.
-        cost_ms: The time on the device of what is launched next.
-    """
-
-    def __init__(self) -> None:
-        self.host_ms = 0.0
-        self.cost_ms = 0.0
-        super().__init__()
-
-    def new_stream(self) -> Stream:
-        self.streams.append(ClockedStream(self))
-        return self.streams[-1]
-
-
-class ClockedStream(FakeStream):
-    def __init__(self, device: ClockedDevice) -> None:
-        super().__init__(device)
-        self._clocked = device
-        self.now_ms = 0.0  # on the device, when all work so far is done
-
-    def add(self, work: Callable[[], object]) -> None:
-        launched_ms, cost_ms = self._clocked.host_ms, self._clocked.cost_ms
-
-        def run() -> None:
-            self.now_ms = max(self.now_ms, launched_ms) + cost_ms
-            work()
-
-        super().add(run)
-
-    def record_event(self) -> FakeEvent:
-        event = FakeEvent(self._device)
-
-        def reach() -> None:
-            event.is_done, event.at_ms = True, self.now_ms
-
-        super().add(reach)
-        return event
-
-    def step(self) -> None:
-        if isinstance(self.queue[0], FakeEvent):
-            self.now_ms = max(self.now_ms, self.queue[0].at_ms)
-        super().step()

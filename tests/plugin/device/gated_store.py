@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sgl_kvfetch.codec import Content
 from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
@@ -14,19 +14,16 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.num_let_through = 0  # how many requests pass although the gate is closed
-        self.lets_through: Callable[[str, int], bool] = lambda name, start: False  # selects further requests that pass
         self.error: Exception | None = None
         self.num_waiting = 0
 
     async def pass_through(self, name: str = "", start: int = 0) -> None:
         self.num_waiting += 1
         try:
-            while not (self.is_open or self.num_let_through or self.lets_through(name, start)):  # noqa: ASYNC110 -- set from another thread
+            while not self.is_open:  # noqa: ASYNC110 -- set from another thread
                 await asyncio.sleep(0.001)
         finally:
             self.num_waiting -= 1
-        self.num_let_through = max(0, self.num_let_through - 1)
         if self.error is not None:
             raise self.error
 

@@ -15,6 +15,7 @@ from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.protocol import quantiser
 from sgl_kvfetch.protocol.arena import StagedCode
+from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig
 from tests.plugin.device.conftest import MakeRig
@@ -33,10 +34,10 @@ def use_small_model(monkeypatch: pytest.MonkeyPatch, num_heads: int = HEADS) -> 
         monkeypatch.setattr(device_rig, name, value)
 
 
-def make_quantiser(num_heads: int = HEADS) -> KltQuantiser:
+def make_quantiser(num_heads: int = HEADS, num_layers: int = LAYERS, num_sinks: int = 0) -> KltQuantiser:
     rope = Rope(inv_freq=tuple(100.0 ** (-i / 4) for i in range(4)))
-    profile = make_profile(num_layers=LAYERS, num_heads=num_heads, head_dim=DIM, cell_layers=2, cell_heads=1, rope=rope)
-    return KltQuantiser(profile, step=0.25)
+    shape: dict[str, Any] = {"num_layers": num_layers, "num_heads": num_heads, "head_dim": DIM, "num_sinks": num_sinks}
+    return KltQuantiser(make_profile(**shape, cell_layers=2, cell_heads=1, rope=rope), step=0.25)
 
 
 def written(make: MakeRig, *prompts: list[int], **config: Any) -> list[torch.Tensor]:
@@ -70,6 +71,12 @@ def assert_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     """Sums are taken in another order."""
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def decode_wrongly(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
+    """`ans_decode_table` of a broken GPU."""
+    ans_decode_table(data, table, num_energies, out, *args)
+    out[0] ^= 1
 
 
 def loader_of(rig: Rig) -> GpuLoader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import json
 import random
@@ -21,6 +20,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
+    EvictParams,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
@@ -72,13 +72,6 @@ def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
     return torch.cat(pages)
 
 
-def following_values(tokens: Sequence[int], number: int, buffer: torch.Tensor, weights: str = "") -> torch.Tensor:
-    """Return what a buffer of a side pool that follows K and V has of a prompt, ``(tokens, heads, dim)``. A draft model
-    that goes by pairs of tokens has nothing of the first token: give those behind it."""
-    heads, dim = buffer.shape[1:]
-    return page_values(tokens, f"buffer {number} of side pools{weights}")[:, 0, :heads, :dim].to(buffer.dtype)
-
-
 @dataclass(eq=False)
 class Request:
     """What the linker and SGLang's tree use of a ``Req``."""
@@ -89,7 +82,7 @@ class Request:
     priority: int | None = None
     session: None = None
     extra_key: str | None = None
-    swa_branching_seqlen: int | None = None
+    swa_branching_seqlen: None = None
     host_hit_is_storage: bool = False
     host_hit_length: int = 0
     prefix_len: int = 0
@@ -202,14 +195,7 @@ class Rig:
         """Admit requests in one batch, compute it, and insert what they have. Return how many tokens were loaded."""
         loaded = []
         for request in requests:
-            request.init_next_round_input(self.cache)
-            if request.host_hit_length:
-                params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
-                count, request.last_node = self.cache.init_load_back(params)
-                request.prefix_len += count
-                loaded.append(count)
-            else:
-                loaded.append(0)
+            loaded.append(self.load_back(request))
             self.linker.prefixes.leave(request.rid)  # the waiting queue
         index = self.cache.ready_to_load_host_cache()
         counter = self.linker.layer_done_counter
@@ -223,13 +209,19 @@ class Rig:
                 self.cache.token_to_kv_pool_allocator.free(prefix[request.device_len :])
             else:
                 self._compute(request.tokens[:-1], prefix, request.device_len, request.kv)
-        self.linker.batch_ended(_Batch(list(requests)), 0.0)
+        mode = SimpleNamespace(is_extend_without_speculative=lambda: False)  # no prefill, for the meter
+        self.linker.batch_ended(SimpleNamespace(reqs=[*requests], launch_ts=0.0, forward_mode=mode), 0.0)
         return loaded
 
-    def load_back(self, request: Request) -> None:
-        """Queue a request's load, as SGLang does when it admits it."""
-        params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
-        assert self.cache.init_load_back(params)[0] == request.host_hit_length
+    def load_back(self, request: Request) -> int:
+        """Queue a request's load, as SGLang does when it admits it. Return how many tokens are loaded."""
+        request.init_next_round_input(self.cache)
+        count = 0
+        if request.host_hit_length:
+            params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+            count, request.last_node = self.cache.init_load_back(params)
+            request.prefix_len += count
+        return count
 
     def compute(self, tokens: Sequence[int]) -> None:
         self._compute(tokens, torch.empty(0, dtype=torch.int64), 0)
@@ -243,7 +235,7 @@ class Rig:
         for tensor, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True):
             values = self.values(tokens, tensor)[len(prefix) : len(key)]
             for layer, buffer in enumerate(buffers):
-                buffer[new] = _as_stored(values[:, layer], self.pool)
+                buffer[new] = values[:, layer].to(self.pool.dtype).view(self.pool.store_dtype)  # fp8 as bytes
         for number, buffer in enumerate(self.following):
             buffer[new] = self._following(tokens, number, buffer)[len(prefix) : len(key)]
         slots = torch.cat([prefix.to(new.dtype), new])
@@ -302,28 +294,8 @@ class Rig:
         self.flush()
         return tokens
 
-    def lost(self, tokens: list[int]) -> list[int]:
-        """Compute a prompt whose pages the store loses after they were written. Return the prompt."""
-        self.compute(tokens)
-        self.write_all()
-        self.parts.plane.clear()
-        self.linker._offloads.forget_stored()
-        return tokens
-
-    def stored_by_all(self, tokens: Sequence[int]) -> None:
-        """Do the same on several ranks, which step together."""
-        self.compute(tokens)
-        self.write_on_all()
-        self.flush()
-
-    def write_on_all(self) -> None:
-        """Write all on several ranks. They agree on what has been offloaded, and so take the same number of steps."""
-        while self.cache.linker.pending_offloads:
-            self.step()
-            time.sleep(0.001)
-        self.served.write_all()
-
     def write_all(self) -> None:
+        """Several ranks agree on what has been offloaded, and so take the same number of steps."""
         self.settle(lambda: not self.cache.linker.pending_offloads)
         self.served.write_all()
 
@@ -344,8 +316,6 @@ class Rig:
 
     def evict(self) -> None:
         """Let the pool lose everything, as when other prompts need its slots."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
         self.settle(lambda: not self.cache.linker.pending_offloads)
         self.cache.evict(EvictParams(num_tokens=self.num_slots))
         assert self.cache.token_to_kv_pool_allocator.available_size() == self.num_slots
@@ -375,20 +345,25 @@ class Rig:
 
     def values(self, tokens: Sequence[int], name: str) -> torch.Tensor:
         """Return what this rank computes, ``(tokens, layers, heads, dim)``. ``name``: "k", "v", or of side pages."""
-        return page_values(tokens, name + self._computed_with)
-
-    @property
-    def _computed_with(self) -> str:
-        return f"{self.weights}{self.extra_key or ''}"
+        return page_values(tokens, f"{name}{self.weights}{self.extra_key or ''}")
 
     def _key(self, tokens: Sequence[int]) -> RadixKey:
         return key_of(tokens, self.extra_key, self.has_pairs)
 
     def _following(self, tokens: Sequence[int], number: int, buffer: torch.Tensor) -> torch.Tensor:
-        return following_values(tokens[self.has_pairs :], number, buffer, self._computed_with)
+        """Return what a buffer of a side pool that follows K and V has of a prompt, ``(tokens, heads, dim)``. A draft
+        model that goes by pairs of tokens has nothing of the first token."""
+        heads, dim = buffer.shape[1:]
+        values = self.values(tokens[self.has_pairs :], f"buffer {number} of side pools")
+        return values[:, 0, :heads, :dim].to(buffer.dtype)
 
-    def assert_untouched(self, slots: torch.Tensor) -> None:
-        """Assert that since the last flush, nothing was written to any slot but these."""
+    def checked_slots(self, tokens: Sequence[int], of_window: int) -> torch.Tensor:
+        """Assert that the tree has these tokens with all that follows K and V, and their last ``of_window`` in windows,
+        if there are any. Since the last flush, nothing was written to any other slot. Return theirs."""
+        slots = self.slots_of(tokens)
+        assert len(slots) == len(tokens)
+        assert self.holds_following(tokens, len(tokens))
+        assert self.windows is None or self.holds_window(tokens, of_window)
         is_free = torch.ones(self.num_slots + PAGE, dtype=torch.bool)
         is_free[slots] = False
         buffers = [(is_free, each) for each in (*self.pool.k_buffer, *self.pool.v_buffer, *self.following)]
@@ -399,6 +374,7 @@ class Rig:
             buffers += [(of_windows, each) for each in (*self.windows.k_buffer, *self.windows.v_buffer)]
         for others, buffer in buffers:
             assert bool((buffer[others].view(torch.uint8) == 0xFF).all()), "a slot of nobody was written to"
+        return slots
 
     def connect(self, **changes: Any) -> None:
         """Attach the store again, with another config."""
@@ -407,16 +383,18 @@ class Rig:
             self.linker.connect(json.dumps(json.loads(self.extra_config) | changes))
 
     def assert_nothing_held(self) -> None:
-        """Assert that every slot is free or evictable, and that no memory is kept for requests."""
+        """Let all requests leave, and assert that every slot is free or evictable, and no memory is kept for them."""
+        if self.linker._attached is None or self.linker._rank.tp_size > 1 or self.cache.linker.private_load_indices:
+            return  # it is closed, would wait for other ranks, or loads still
+        self.linker.prefixes.retain(())
         self.settle(lambda: not self.cache.linker.pending_offloads and not self.parts.board.num_open)
         assert self.cache.protected_size() == 0
-        available = self.cache.token_to_kv_pool_allocator.available_size()
         allocator = self.cache.token_to_kv_pool_allocator
         if self.windows is not None:
-            available = allocator.full_attn_allocator.available_size()
             of_windows = allocator.swa_attn_allocator.available_size()
             assert of_windows + self.cache.swa_evictable_size() == self.num_slots
-        assert available + self.cache.evictable_size() == self.num_slots
+            allocator = allocator.full_attn_allocator
+        assert allocator.available_size() + self.cache.evictable_size() == self.num_slots
         self.assert_no_memory_held()
 
     def assert_no_memory_held(self) -> None:
@@ -424,30 +402,8 @@ class Rig:
         stager = self.service._stager
         # A staging that is released while it is fetched gives its memory back when its task has been cancelled.
         wait_until(lambda: not stager._works and not stager._turns._used_bytes)
-
-
-def _as_stored(values: torch.Tensor, pool: Any) -> torch.Tensor:
-    """Return values as SGLang's pool has them: fp8 as bytes."""
-    return values.to(pool.dtype).view(pool.store_dtype)
-
-
-def make_pages(pool: MHATokenToKVPool, page_size: int, gpu: FakeDevice) -> CudaPages:
-    return CudaPages(pool, page_size, gpu, gpu.forward)
-
-
-@dataclass
-class _Batch:
-    """A ``ScheduleBatch`` that was not a prefill, for the meter."""
-
-    reqs: list[Request]
-    launch_ts: float = 0.0
-
-    @property
-    def forward_mode(self) -> Any:
-        return self
-
-    def is_extend_without_speculative(self) -> bool:
-        return False
+        entries = self.service.client.reads.memory._entries  # an audit holds some, too
+        wait_until(lambda: not any(entry.num_holders or entry.filler for entry in [*entries.values()]))
 
 
 def make_rig(
@@ -528,7 +484,9 @@ def make_rig(
 
     def open_pages(pools: EnginePools, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
         pool = pools.kv
-        return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
+        if gpu is None:
+            return DevicePages(pool, page_size), False
+        return CudaPages(pool, page_size, gpu, gpu.forward), True
 
     def install() -> None:
         vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
@@ -566,7 +524,6 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self._barrier = threading.Barrier(num_ranks, timeout=WAIT_S)
         self._values: list[torch.Tensor | None] = [None] * num_ranks
-        self.num_collectives = 0
 
     def agree(self, rank: int) -> Callable[[torch.Tensor], None]:
         def take_least(values: torch.Tensor) -> None:
@@ -576,14 +533,8 @@ class Ranks:
             least = torch.stack(given).amin(0)
             self._barrier.wait()
             values.copy_(least)
-            if rank == 0:
-                self.num_collectives += 1
 
         return take_least
-
-    def abort(self) -> None:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            self._barrier.abort()
 
     def run(self, schedule: Callable[[int, list[Any]], None]) -> list[list[Any]]:
         """Run ``schedule`` for each rank, on a thread of its own, and return what it has added to its list. Raises the
@@ -596,7 +547,7 @@ class Ranks:
                 schedule(rank, histories[rank])
             except BaseException as error:
                 faults.append(error)
-                self.abort()
+                self._barrier.abort()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(histories))]
         with patch.object(ast, "parse", _parse_alone):

@@ -25,23 +25,31 @@ from tests.plugin.queues import fill_queue, note_refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-COMPUTED = (10_000, 20_000, 30_000, 40_000)  # tokens of batches
+
+def fetched(rig: Rig, tokens: list[int], *, is_idle: bool = False) -> int:
+    rig.flush()
+    return rig.fetch(tokens, is_idle=is_idle)
+
+
+def compute_at(rig: Rig, seconds_per_token: float) -> None:
+    for num_tokens in range(10_000, 50_000, 1000):
+        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * seconds_per_token)
 
 
 def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
+    """Unless it would wait for an engine that is busy with other prompts."""
     rig = make(recompute="auto")
     tokens = rig.stored(prompt(0))
     assert fetched(rig, tokens) == 32  # nothing is measured yet
-    speed = rig.linker.prefill_meter.speed
-    for num_tokens in COMPUTED:
-        speed.add_batch(num_tokens, num_tokens * 1e-9)
+    compute_at(rig, 1e-9)
     before = own_metric("sgl_kvfetch_device_requests_total", end="recomputed")
     assert fetched(rig, tokens) == 0
     assert own_metric("sgl_kvfetch_device_requests_total", end="recomputed") == before + 1
-    for num_tokens in range(10_000, 40_000, 1000):
-        speed.add_batch(num_tokens, num_tokens * 1.0)
+    rig.service._prompts.order.engine.add(WAIT_S, time.monotonic())
     assert fetched(rig, tokens) == 32
-    rig.assert_nothing_held()
+    assert fetched(rig, tokens, is_idle=True) == 0
+    compute_at(rig, 1.0)
+    assert fetched(rig, tokens, is_idle=True) == 32
 
 
 def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
@@ -61,23 +69,8 @@ def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
     begun_s = time.monotonic()
     assert fetched(rig, tokens) == 32
     compute_s = (time.monotonic() - begun_s) / 3  # the request waited for other things, too
-    for num_tokens in COMPUTED:
-        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * compute_s / 32)
+    compute_at(rig, compute_s / 32)
     assert fetched(rig, tokens) == 0
-    rig.assert_nothing_held()
-
-
-def test_a_prefix_is_fetched_while_the_engine_is_busy_with_other_prompts(make: MakeRig) -> None:
-    """It would wait for the engine, so a link that is slower than the engine brings it sooner."""
-    rig = make(recompute="auto")
-    tokens = rig.stored(prompt(0))
-    assert fetched(rig, tokens) == 32
-    for num_tokens in COMPUTED:
-        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
-    rig.service._prompts.order.engine.add(WAIT_S, time.monotonic())
-    assert fetched(rig, tokens) == 32
-    assert fetched(rig, tokens, is_idle=True) == 0
-    rig.assert_nothing_held()
 
 
 @pytest.mark.parametrize(
@@ -95,11 +88,6 @@ def test_an_engine_is_idle_while_all_requests_are_parked(queued: str, is_running
     assert seen == [is_idle]
 
 
-def fetched(rig: Rig, tokens: list[int], *, is_idle: bool = False) -> int:
-    rig.flush()
-    return rig.fetch(tokens, is_idle=is_idle)
-
-
 def test_prompts_below_the_threshold_are_not_looked_up(make: MakeRig) -> None:
     rig = make(prefetch_threshold=33)
     rig.stored(prompt(0))
@@ -110,7 +98,7 @@ def test_prompts_below_the_threshold_are_not_looked_up(make: MakeRig) -> None:
     assert rig.store.num_lookups == num_lookups
 
 
-def test_pages_are_written_only_once(rig: Rig) -> None:
+def test_pages_are_written_once_unless_a_data_plane_may_have_lost_them(rig: Rig) -> None:
     tokens = prompt(0, 12)
     rig.compute(tokens[:32])
     rig.write_all()
@@ -122,28 +110,15 @@ def test_pages_are_written_only_once(rig: Rig) -> None:
     rig.compute(tokens)
     rig.write_all()
     assert own_metric("sgl_kvfetch_written_pages_total") == written + 4
-
-
-def test_pages_that_a_data_plane_may_have_lost_are_written_again(rig: Rig) -> None:
-    tokens = prompt(0)
-    rig.compute(tokens)
-    rig.write_all()
     rig.parts.plane.num_losses += 1  # as if it had been killed just now
     rig.compute(prompt(1))
     rig.write_all()
     rig.evict()
-    written = own_metric("sgl_kvfetch_written_pages_total")
     rig.compute(tokens)
     rig.write_all()
-    assert own_metric("sgl_kvfetch_written_pages_total") == written + 8
+    assert own_metric("sgl_kvfetch_written_pages_total") == written + 4 + 8 + 12
 
 
-@pytest.fixture
-def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
-
-
-@pytest.mark.usefixtures("_weights")
 def test_pages_that_could_not_be_written_are_written_once_they_can(rig: Rig) -> None:
     """They stay in the tree: SGLang must not take them for stored."""
     text, written = rig.parts.extra_config, own_metric("sgl_kvfetch_written_pages_total")
@@ -161,61 +136,50 @@ def test_pages_that_could_not_be_written_are_written_once_they_can(rig: Rig) -> 
     rig.write_all()
     assert own_metric("sgl_kvfetch_written_pages_total") == written + 16
     assert [fetched(rig, prompt(seed)) for seed in range(2)] == [32, 32]
-    rig.assert_nothing_held()
 
 
-def test_pages_that_the_store_has_lost_are_written_again_with_those_behind_them(rig: Rig) -> None:
-    tokens = prompt(0, 12)
-    rig.compute(tokens[:32])
-    rig.write_all()
-    assert rig.linker.clear()
-    written = own_metric("sgl_kvfetch_written_pages_total")
-    rig.compute(tokens)
-    rig.write_all()
-    assert own_metric("sgl_kvfetch_written_pages_total") == written + 12
-    assert fetched(rig, tokens) == 48
-    rig.assert_nothing_held()
-
-
-def test_pages_are_written_again_by_another_quantiser(rig: Rig) -> None:
+@pytest.mark.parametrize("is_cleared", [True, False], ids=["the store is cleared", "another quantiser"])
+def test_pages_that_a_store_has_no_more_are_written_again_with_those_behind_them(rig: Rig, is_cleared: bool) -> None:
     """Also those that SGLang has in its tree since before."""
     tokens = prompt(0, 12)
     rig.compute(tokens[:32])
     rig.write_all()
-    rig.switch()
-    rig.await_switch()
+    if is_cleared:
+        assert rig.linker.clear()
+    else:
+        rig.switch()
+        rig.await_switch()
     rig.compute(tokens)
     rig.write_all()
     assert fetched(rig, tokens) == 48
-    rig.assert_nothing_held()
 
 
-def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
-    refusals, free = block_writes(rig, monkeypatch)
-    rig.compute(tokens)
-    rig.settle(lambda: len(refusals) > 3)
-    assert rig.cache.linker.pending_offloads
-    free()
-    rig.write_all()
-    assert fetched(rig, tokens) == 32
-    rig.assert_nothing_held()
+def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[[], None]]:
+    """Fill the write queue, and let nobody wait long for its room. Return a list to which the size of each piece is
+    added that it has no room for, and what frees it."""
+    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
+    free = fill_queue(rig.parts.plane)
+    return note_refusals(rig.parts.plane, monkeypatch), free
 
 
-def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_wanted", [False, True], ids=["", "others need the pool"])
+def test_pages_wait_in_the_pool_for_room_in_the_write_queue(
+    is_wanted: bool, make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
-    rig.compute(prompt(1))
+    assert rig.cache.linker.pending_offloads
+    if is_wanted:
+        rig.compute(prompt(1))
+        rig.settle(lambda: len(rig.cache.linker.pending_offloads) == 1)
     free()
-    rig.write_all()
-    # Dropped pages are written when they come again.
-    rig.compute(prompt(0))
+    if is_wanted:  # dropped pages are written when they come again
+        rig.compute(prompt(0))
     rig.write_all()
     assert fetched(rig, prompt(0)) == 32
-    rig.assert_nothing_held()
 
 
 def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +204,7 @@ def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch:
     rig.store.puts.error = StoreError("timeout", "as told")
     rig.compute(prompt(0))
     rig.write_all()
-    rig.hear_plane()
+    wait_until(lambda: not rig.parts.plane._peer._room._taken)
     _, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(1))
     rig.settle(lambda: not rig.cache.linker.pending_offloads)
@@ -259,13 +223,11 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
-    running = SimpleNamespace(
-        reqs=[Request("runs", [0], sampling_params=SimpleNamespace(max_new_tokens=1, ignore_eos=False))]
-    )
+    sampling = SimpleNamespace(max_new_tokens=1, ignore_eos=False)
     scheduler = SimpleNamespace(
         tree_cache=rig.cache,
         waiting_queue=[Request("waits", [*prompt(1, 24), 1])],
-        running_batch=running,
+        running_batch=SimpleNamespace(reqs=[Request("runs", [0], sampling_params=sampling)]),
         last_batch=None,
         chunked_req=None,
         new_token_ratio_tracker=SimpleNamespace(current=1.0),
@@ -280,11 +242,3 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
     wait_until(step, poll_s=0.001)
     assert scheduler.waiting_queue
     free()
-
-
-def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[[], None]]:
-    """Fill the write queue, and let nobody wait long for its room. Return a list to which the size of each piece is
-    added that it has no room for, and what frees it."""
-    monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
-    free = fill_queue(rig.parts.plane)
-    return note_refusals(rig.parts.plane, monkeypatch), free

@@ -1,43 +1,54 @@
-"""Requests and the linker's work end at any moment: aborts, flushes, deadlines, retractions, changes of the weights."""
+"""Requests and the linker's work end at any moment: aborts, flushes, deadlines, changes of the weights, and stores that
+are detached. tests/e2e/test_device_ends.py tests a whole engine."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from harness.metrics import own_metric
 from harness.waiting import LoopClock
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.plugin.device.offloads import Copying
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.rig import PAGE, Request, Rig, prompt
+from tests.plugin.device.rig import PAGE, Ranks, Request, Rig, prompt
 from tests.plugin.queues import fill_queue
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MOMENTS = ["lookup", "transmit", "staged"]
+NO_POLICIES = (None, None)
 
 
 def arrive_until(rig: Rig, moment: str, tokens: list[int]) -> Request:
     """Let a request arrive, and wait until its prompt is as far as that."""
     rig.store.lookups.is_open = moment != "lookup"
-    rig.store.reads.is_open = moment == "staged"
+    rig.store.reads.is_open = moment not in ("lookup", "transmit")
     request = rig.arrive(tokens)
     match moment:
         case "lookup":
             rig.settle(lambda: rig.store.lookups.num_waiting > 0)
         case "transmit":
             rig.settle(lambda: rig.store.reads.num_waiting > 0)
-        case "staged":
+        case _:
             rig.await_unparked(request)
+    if moment == "admitted":
+        assert rig.load_back(request) == len(tokens)
     return request
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*MOMENTS, "admitted"])
 def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
     rig.stored(prompt(0))
     request = arrive_until(rig, moment, prompt(0))
     rig.step()
-    assert own_metric("sgl_kvfetch_parked_requests") == (moment != "staged")
+    assert own_metric("sgl_kvfetch_parked_requests") == (moment in ("lookup", "transmit"))
+    if moment == "admitted":
+        slots = rig.cache.linker.private_load_indices[request.rid]
+        rig.cache.release_aborted_request(request.cache_request_handle)
+        rig.cache.token_to_kv_pool_allocator.free(slots)
+        assert rig.cache.ready_to_load_host_cache() == -1
     rig.linker.prefixes.leave(request.rid)
     rig.store.lookups.is_open = rig.store.reads.is_open = True
     rig.assert_nothing_held()
@@ -47,10 +58,7 @@ def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
 @pytest.mark.parametrize("moment", [*MOMENTS, "admitted"])
 def test_a_flush_ends_what_is_under_way(rig: Rig, moment: str) -> None:
     rig.stored(prompt(0))
-    request = arrive_until(rig, "staged" if moment == "admitted" else moment, prompt(0))
-    if moment == "admitted":
-        request.init_next_round_input(rig.cache)
-        rig.load_back(request)
+    request = arrive_until(rig, moment, prompt(0))
     flushed, is_parked = own_metric("sgl_kvfetch_device_requests_total", end="flushed"), rig.is_parked(request)
     rig.flush()
     assert own_metric("sgl_kvfetch_device_requests_total", end="flushed") == flushed + is_parked
@@ -68,10 +76,7 @@ def test_a_flush_ends_what_is_under_way(rig: Rig, moment: str) -> None:
 def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) -> None:
     """Requests that are parked go on without the store. What is staged is loaded from where it lies."""
     rig.stored(prompt(0))
-    request = arrive_until(rig, "staged" if moment == "admitted" else moment, prompt(0))
-    if moment == "admitted":
-        request.init_next_round_input(rig.cache)
-        rig.load_back(request)
+    request = arrive_until(rig, moment, prompt(0))
     rig.switch()
     if is_aborted and moment == "admitted":
         assert rig.linker.cancel_queued_load(request.rid)
@@ -97,7 +102,6 @@ def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) 
     rig.write_all()
     rig.flush()
     assert rig.fetch(prompt(0)) == 32
-    rig.assert_nothing_held()
 
 
 def test_a_flush_leaves_no_bytes_behind(make: MakeRig) -> None:
@@ -130,7 +134,6 @@ def test_all_requests_behind_a_store_that_hangs_go_on_at_one_deadline(make: Make
     for request in requests[3:]:
         rig.linker.prefixes.leave(request.rid)
     rig.store.reads.is_open = True
-    rig.assert_nothing_held()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -145,7 +148,6 @@ def test_nothing_is_loaded_after_the_weights_changed(make: MakeRig, moment: str)
     rig.step()
     assert not rig.cache.linker.pending_offloads
     assert not rig.is_parked(rig.arrive(prompt(1)))
-    rig.assert_nothing_held()
 
 
 def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,4 +168,76 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
     with pytest.raises(KVFetchError, match="memory was not released: the device still reads the KV pool"):
         rig.linker.stop_using_pool()
     free()
-    rig.assert_nothing_held()
+
+
+# Attaching and detaching a store
+
+
+@pytest.mark.parametrize(
+    ("backend", "policies", "message"),
+    [
+        ("file", NO_POLICIES, "accepts only the storage backend kvfetch"),
+        ("kvfetch", (None, "write_back"), "no policies"),
+        ("kvfetch", ("timeout", None), "no policies"),
+        ("kvfetch", NO_POLICIES, "detach it first"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused(
+    make: MakeRig, backend: str, policies: tuple[str | None, str | None], message: str
+) -> None:
+    linker = make().linker
+    if policies != NO_POLICIES:
+        linker.detach()
+    is_attached, said = linker.attach(backend, '{"store": "http://elsewhere"}', policies)
+    assert not is_attached
+    assert message in said
+
+
+def test_attaching_what_is_attached_succeeds(make: MakeRig) -> None:
+    rig = make()
+    said = "kvfetch is already attached with this config."
+    for text in (rig.parts.extra_config, None):
+        assert rig.linker.attach("kvfetch", text, NO_POLICIES) == (True, said)
+
+
+@pytest.mark.parametrize("fault", [ConfigError("no such key"), OSError("no such file")])
+def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
+    ranks = Ranks(2)
+    rigs = [make(rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
+    text = rigs[0].parts.extra_config
+
+    def refuse(extra_config: str | None) -> None:
+        raise fault
+
+    def change(rank: int, history: list[Any]) -> None:
+        linker = rigs[rank].linker
+        linker.detach()
+        if rank == 1:
+            linker.__dict__["connect"] = refuse
+        history.append(linker.attach("kvfetch", text, NO_POLICIES))
+        linker.__dict__.pop("connect", None)
+        history.append(linker.attach("kvfetch", text, NO_POLICIES))
+
+    (first, then), (second, _) = ranks.run(change)
+    assert first == (False, "another rank could not attach the storage backend; see its log for the reason")
+    assert second[0] is False
+    assert str(fault) in second[1]
+    assert then == (True, "kvfetch is attached.")
+
+
+def test_detaching_gives_back_the_locks_of_copies(rig: Rig) -> None:
+    text = rig.parts.extra_config
+    fill_queue(rig.parts.plane)  # copies wait for room
+    rig.compute(prompt(0))
+    rig.step()
+    assert rig.cache.protected_size() == 32
+    rig.linker.detach()
+    rig.step()
+    rig.cache.check_hicache_events()
+    assert rig.cache.protected_size() == 0
+    assert rig.holds(prompt(0), 32)
+    assert rig.linker.attach("kvfetch", text, NO_POLICIES)[0]
+    rig.compute(prompt(0))  # its pages do not count as written
+    rig.write_all()
+    rig.flush()
+    assert rig.fetch(prompt(0)) == 32

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 
+from harness.metrics import own_metric
 from harness.serving import serving
-from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
-from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.engine import process
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.fetch.reads import UnitReader
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plugin.device import gpu_loads, linker
@@ -27,9 +26,18 @@ from sgl_kvfetch.protocol import quantiser as quantisers
 from sgl_kvfetch.protocol.messages import Channel
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
-from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.gpu_models import assert_close, code_of, left, loaded, reader, staged, use_small_model, written
+from tests.plugin.device.gpu_models import (
+    assert_close,
+    code_of,
+    decode_wrongly,
+    left,
+    loaded,
+    reader,
+    staged,
+    use_small_model,
+    written,
+)
 from tests.plugin.device.rig import Rig, prompt
 from tests.reasons import assert_counted
 
@@ -48,14 +56,8 @@ def _small_model(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[str]:
-    with StoreProcess(tmp_path / "served") as store:
-        yield store.url
-
-
-@pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What the data plane does with bytes: how many it reads, how many units it copies, how many cells it verifies."""
+    """How many bytes the data plane reads, how many units it copies, and how many cells it verifies."""
     done = Counter[str]()
     transmit, copy, verified = UnitReader._transmit, MemoryCache._copy, SegmentReader.verified_cell
 
@@ -81,47 +83,33 @@ def with_memory(make: MakeRig, memory_cache: str = "1MiB", **config: Any) -> Rig
     return reader(make, memory_cache=memory_cache, **config)
 
 
-def memory_of(rig: Rig) -> MemoryCache:
-    return rig.service.client.reads.memory
-
-
 def is_in_memory(rig: Rig, chunks: np.ndarray) -> np.ndarray:
     """Return which chunks lie in the cache."""
     found: np.ndarray = chunks["start"] >= rig.service._prompts.room.num_bytes
     return found
 
 
-def assert_nothing_held(rig: Rig) -> None:
-    rig.assert_nothing_held()
-    assert not [entry for entry in memory_of(rig)._entries.values() if entry.num_holders or entry.filler]
-
-
-@pytest.mark.process
 def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_check(
-    make: MakeRig, store: str, work: Counter[str]
+    make: MakeRig, work: Counter[str], tmp_path: Path
 ) -> None:
-    expected = written(make, TOKENS, store=store)
-    rig = with_memory(make, store=store)
-    work.clear()
-    read_before = metrics.WIRE_BYTES.labels("read")._value.get()
-    assert_close(loaded(rig, TOKENS), expected)
-    assert (work["copied"], work["verified"]) == (0, 16)  # two layer groups and two heads of four spans
-    assert work["read"] == metrics.WIRE_BYTES.labels("read")._value.get() - read_before > 0
-    rig.evict()
-    chunks: list[np.ndarray] = []
-    for _ in range(2):
+    with serving(tmp_path / "served") as url:
+        expected = written(make, TOKENS, store=url)
+        rig = with_memory(make, store=url)
         work.clear()
-        hits_before = metrics.MEMORY_CACHE_READ_BYTES._value.get()
-        request, here = staged(rig, TOKENS)
-        chunks.append(here.copy())
-        assert is_in_memory(rig, here).all()
-        assert rig.admit(request) == [len(TOKENS)]
+        read_before = own_metric("sgl_kvfetch_wire_bytes_total", direction="read")
+        assert_close(loaded(rig, TOKENS), expected)
+        assert (work["copied"], work["verified"]) == (0, 16)  # two layer groups and two heads of four spans
+        assert work["read"] == own_metric("sgl_kvfetch_wire_bytes_total", direction="read") - read_before > 0
         rig.evict()
-        assert not work
-        assert metrics.MEMORY_CACHE_READ_BYTES._value.get() - hits_before > here["size"].sum()
-    assert np.array_equal(chunks[0]["start"], chunks[1]["start"])
-    assert_close(loaded(rig, TOKENS), expected)
-    assert_nothing_held(rig)
+        for _ in range(2):
+            work.clear()
+            hits_before = own_metric("sgl_kvfetch_memory_cache_read_bytes_total")
+            request, chunks = staged(rig, TOKENS)
+            assert is_in_memory(rig, chunks).all()
+            assert own_metric("sgl_kvfetch_memory_cache_read_bytes_total") - hits_before > chunks["size"].sum()
+            assert_close(loaded(rig, TOKENS, request), expected)
+            assert not work
+            rig.evict()
 
 
 def test_a_prompt_that_was_written_is_checked_once(make: MakeRig, work: Counter[str], tmp_path: Path) -> None:
@@ -130,12 +118,12 @@ def test_a_prompt_that_was_written_is_checked_once(make: MakeRig, work: Counter[
         rig = with_memory(make, mode="read_write", store=other)
         rig.compute(TOKENS)
         rig.write_all()
+        rig.store.lookups.error = rig.store.reads.error = StoreError("io", "the network is down")
         for num_verified in (16, 0, 0):
             rig.evict()
             work.clear()
             assert_close(loaded(rig, TOKENS), expected)
             assert work == Counter(verified=num_verified)
-        assert_nothing_held(rig)
 
 
 @pytest.fixture
@@ -171,9 +159,7 @@ def test_a_prompt_in_memory_is_there_in_the_step_after_its_arrival(
         rig.linker.step(rig.cache, lambda: 0, is_beside=True)
     assert not rig.is_parked(request)
     assert max(waits) > NO_WORD_S
-    left(rig, request)
-    assert_close(loaded(rig, TOKENS), expected)
-    assert_nothing_held(rig)
+    assert_close(loaded(rig, TOKENS, request), expected)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +172,7 @@ def test_a_prompt_in_memory_is_there_in_the_step_after_its_arrival(
     ],
 )
 def test_no_step_waits_for_the_store(
-    memory_cache: str,
-    is_beside: bool,
-    last_s: float,
-    most_s: float,
-    make: MakeRig,
-    waits: list[float],
-    monkeypatch: pytest.MonkeyPatch,
+    memory_cache: str, is_beside: bool, last_s: float, most_s: float, make: MakeRig, waits: list[float]
 ) -> None:
     """``most_s``: for its word. Nor does a step wait for what an earlier one has not waited for."""
     written(make, TOKENS)
@@ -202,8 +182,7 @@ def test_no_step_waits_for_the_store(
     for of_step in ([0.0, most_s], [0.0]):
         waits.clear()
         rig.linker._stepped_s = 100.0 - last_s
-        with monkeypatch.context() as patch:
-            patch.setattr(linker, "time", SimpleNamespace(monotonic=lambda: 100.0))
+        with patch.object(linker, "time", SimpleNamespace(monotonic=lambda: 100.0)):
             rig.linker.step(rig.cache, lambda: 0, is_beside=is_beside)
         assert all(wait_s <= most for wait_s, most in zip_longest(waits, of_step, fillvalue=of_step[-1]))
     assert rig.is_parked(request)
@@ -212,22 +191,11 @@ def test_no_step_waits_for_the_store(
     left(rig, request)
 
 
-def test_what_does_not_fit_is_loaded_from_staging(
-    make: MakeRig, work: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_loaded_from_staging(make: MakeRig, work: Counter[str]) -> None:
     expected = written(make, TOKENS)
     whole = with_memory(make)
     _, chunks = staged(whole, TOKENS)
     rig = with_memory(make, f"{int(chunks['size'].sum() * 0.8)}B")
-    copies = list[int]()
-    runs = gpu_loads._runs
-
-    def count_runs(chunks: np.ndarray) -> Any:
-        found = runs(chunks)
-        copies.append(len(found[0][0]))
-        return found
-
-    monkeypatch.setattr(gpu_loads, "_runs", count_runs)
     for _ in range(2):
         request, chunks = staged(rig, TOKENS)
         is_here = is_in_memory(rig, chunks)
@@ -235,30 +203,33 @@ def test_what_does_not_fit_is_loaded_from_staging(
         code = code_of(rig, request)
         assert code is not None
         assert is_here[code.cells["first_token"] == 0].all()
-        left(rig, request)
-        assert_close(loaded(rig, TOKENS), expected)
+        assert_close(loaded(rig, TOKENS, request), expected)
         rig.evict()
-    assert max(copies) > 1
     work.clear()
     staged(rig, TOKENS)
     assert 0 < work["verified"] < 16
     rig.flush()
 
 
-def test_what_is_held_is_not_evicted(make: MakeRig) -> None:
+@pytest.mark.parametrize("is_flushed", [False, True], ids=["others need the memory", "caches are emptied"])
+def test_what_is_held_in_memory_stays_until_it_is_loaded(is_flushed: bool, make: MakeRig, work: Counter[str]) -> None:
     others = [prompt(seed, NUM_PAGES) for seed in range(1, 4)]
     expected = [written(make, tokens) for tokens in (TOKENS, *others)]
-    whole = with_memory(make)
-    _, chunks = staged(whole, TOKENS)
+    _, chunks = staged(with_memory(make), TOKENS)
     rig = with_memory(make, f"{int(chunks['size'].sum() * 1.5)}B")
     request, chunks = staged(rig, TOKENS)
     assert is_in_memory(rig, chunks).all()
-    for tokens, theirs in zip(others, expected[1:], strict=True):
-        assert_close(loaded(rig, tokens), theirs)
-    assert rig.admit(request) == [len(TOKENS)]
+    if is_flushed:
+        rig.parts.plane.flush()
+        rig.hear_plane()
+    else:
+        for tokens, theirs in zip(others, expected[1:], strict=True):
+            assert_close(loaded(rig, tokens), theirs)
+    assert_close(loaded(rig, TOKENS, request), expected[0])
     rig.evict()
+    work.clear()
     assert_close(loaded(rig, TOKENS), expected[0])
-    assert_nothing_held(rig)
+    assert bool(work["read"]) or not is_flushed
 
 
 def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(make: MakeRig) -> None:
@@ -269,26 +240,11 @@ def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(
     rig.settle(lambda: rig.store.reads.num_waiting > 0)
     left(rig, request)
     rig.store.reads.is_open = True
-    rig.settle(lambda: not memory_of(rig)._room._taken)
-    assert_nothing_held(rig)
+    rig.assert_nothing_held()
     assert_close(loaded(rig, TOKENS), expected)
     rig.evict()
     _, chunks = staged(rig, TOKENS)
     assert is_in_memory(rig, chunks).all()
-
-
-def test_emptied_caches_lose_what_is_in_memory_but_not_what_is_held(make: MakeRig, work: Counter[str]) -> None:
-    expected = written(make, TOKENS)
-    rig = with_memory(make)
-    request, _ = staged(rig, TOKENS)
-    rig.parts.plane.flush()
-    rig.hear_plane()
-    assert rig.admit(request) == [len(TOKENS)]
-    rig.evict()
-    work.clear()
-    assert_close(loaded(rig, TOKENS), expected)
-    assert work["read"]
-    assert_nothing_held(rig)
 
 
 def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
@@ -296,41 +252,33 @@ def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
 ) -> None:
     key = tmp_path / "key"
     key.write_text("0f" * 32)
-    config: dict[str, Any] = {"key_file": str(key)}
-    expected = written(make, TOKENS, **config)
-    rig = with_memory(make, **config)
+    expected = written(make, TOKENS, key_file=str(key))
+    rig = with_memory(make, key_file=str(key))
     assert_close(loaded(rig, TOKENS), expected)
-    for _ in range(2):
-        rig.evict()
-        work.clear()
-        request, chunks = staged(rig, TOKENS)
-        assert not is_in_memory(rig, chunks).any()
-        assert work == Counter(verified=16)
-        assert rig.admit(request) == [len(TOKENS)]
     rig.evict()
-    assert_close(loaded(rig, TOKENS), expected)
-    assert_nothing_held(rig)
+    work.clear()
+    request, chunks = staged(rig, TOKENS)
+    assert not is_in_memory(rig, chunks).any()
+    assert work == Counter(verified=16)
+    assert_close(loaded(rig, TOKENS, request), expected)
 
 
 def test_cells_that_the_gpu_decodes_wrongly_are_read_again_and_decoded_by_the_cpu(
     make: MakeRig, work: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whose request is aborted."""
     expected = written(make, TOKENS)
     rig = with_memory(make)
-
-    def decode(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
-        ans_decode_table(data, table, num_energies, out, *args)
-        out[0] ^= 1
-
-    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
+    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode_wrongly)
     request, _ = staged(rig, TOKENS)
     with assert_counted("load", Reason.CORRUPT):
         rig.admit(request)
+    assert request.discard_output_reason is not None
     rig.hear_plane()
-    assert not memory_of(rig)._entries
     for is_read in (True, False):
         work.clear()
-        assert_close(loaded(rig, TOKENS), expected)
+        request = rig.arrive_staged(TOKENS)
+        assert code_of(rig, request) is None
+        assert_close(loaded(rig, TOKENS, request), expected)
         assert bool(work["read"]) == is_read
         rig.evict()
-    assert_nothing_held(rig)

@@ -1,4 +1,4 @@
-"""Two ranks, each with its own tree and pool, that agree through the board and through SGLang's own collectives."""
+"""The board, and two ranks, each with its own tree and pool, that agree through it and SGLang's own collectives."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sgl_kvfetch.engine.process import Peer
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
+from sgl_kvfetch.plugin.device.parking import Board, Ticket
 from sgl_kvfetch.protocol.messages import Start
 from sgl_kvfetch.protocol.quantiser import config_quantiser
 from tests.plugin.device.conftest import MakeRig
@@ -24,6 +25,89 @@ from tests.plugin.device.rig import Ranks, Request, Rig, prompt
 from tests.plugin.planes import start_by_uint8
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("end", ["closed", "cleared"])
+def test_a_report_on_a_ticket_that_is_gone_does_not_reach_its_successor(end: str) -> None:
+    heard: list[int] = []
+    board = Board(None)
+    reported, old = board.open_ticket(heard.append), board.open_ticket(heard.append)
+    if end == "cleared":
+        board.report(reported, 1)
+        board.clear()
+    else:
+        board.close_ticket(reported)
+        board.close_ticket(old)
+    assert board.num_open == 0
+    new = board.open_ticket(heard.append)
+    board.report(old, 3)
+    board.step()
+    assert not heard
+    board.report(new, 4)
+    board.step()
+    assert heard == [4]
+
+
+def test_a_ticket_opened_by_a_callback_waits_for_the_next_step() -> None:
+    heard: list[int] = []
+    board = Board(None)
+
+    def go_on(count: int) -> None:
+        heard.append(count)
+        board.report(board.open_ticket(heard.append), count + 1)
+
+    board.report(board.open_ticket(go_on), 1)
+    board.step()
+    assert heard == [1]
+    board.step()
+    assert heard == [1, 2]
+
+
+def test_no_collective_while_nothing_is_open() -> None:
+    calls: list[torch.Tensor] = []
+    board = Board(calls.append)
+    board.step()
+    assert not calls
+    ticket = board.open_ticket(lambda num_pages: None)
+    board.step()
+    board.report(ticket, 1)
+    board.step()
+    assert len(calls) == 2
+    board.step()
+    assert len(calls) == 2
+
+
+def test_all_ranks_get_the_minimum_in_the_same_step() -> None:
+    """Each rank reports at random times, of many pieces of work at once."""
+    ranks = Ranks(2)
+    reports: list[dict[Ticket, int]] = [{}, {}]
+
+    def run(rank: int, history: list[Any]) -> None:
+        board = Board(ranks.agree(rank))
+        same, own = random.Random(0), random.Random(1 + rank)
+        steps = 0
+
+        def open_one() -> Ticket:
+            ticket: Ticket = board.open_ticket(lambda found: history.append((steps, ticket, found)))
+            return ticket
+
+        unreported = [open_one() for _ in range(200)]
+        while steps < 2000:
+            steps += 1
+            if same.random() < 0.3:
+                unreported.append(open_one())
+            while unreported and own.random() < 0.4:
+                ticket = unreported.pop(own.randrange(len(unreported)))
+                reports[rank][ticket] = own.randrange(10)
+                board.report(ticket, reports[rank][ticket])
+            board.step()
+
+    ours, theirs = ranks.run(run)
+    assert ours == theirs
+    assert len(ours) > 500
+    for _, ticket, found in ours:
+        assert found == min(reports[0][ticket], reports[1][ticket])
+
 
 STEPS, MIN_HITS = 400, 10
 
@@ -42,7 +126,7 @@ def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:
 def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list[Any]) -> None:
     """Run the same requests on both ranks; one rank's store sometimes fails. ``history`` gets what must be equal."""
     for tokens in prompts:
-        rig.stored_by_all(tokens)
+        rig.stored(tokens)
     alike, own = random.Random(0), random.Random(1)
     alive: list[Request] = []
     num_hits = 0
@@ -95,7 +179,7 @@ def test_ranks_do_alike_while_they_switch(make: MakeRig) -> None:
 def _switch(rig: Rig, rank: int, agree: Callable[[torch.Tensor], None], history: list[Any]) -> None:
     """Serve one prompt again and again. ``history``: how many tokens were loaded, and how many slots were free."""
     plane, tokens, is_late = rig.parts.plane, prompt(0), rank == 1
-    rig.stored_by_all(tokens)
+    rig.stored(tokens)
     service.__dict__["config_quantiser"] = config_quantiser
     start = start_by_uint8(plane)
 
