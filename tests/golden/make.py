@@ -102,13 +102,7 @@ CASES = {
             span_pages=3,
         ),
         # FP8, with an exact token and values that are cut.
-        Case(
-            "klt-fp8",
-            "klt",
-            (Target("zstd", "240p"),),
-            replace(GEOMETRY, dtype="float8_e4m3fn"),
-            first_page=0,
-        ),
+        Case("klt-fp8", "klt", (Target("zstd", "240p"),), replace(GEOMETRY, dtype="float8_e4m3fn"), first_page=0),
         # FP8 with scales, in two resolutions that fill several frames.
         Case(
             "uint8-fp8",

@@ -224,9 +224,7 @@ CASES: dict[str, Callable[[], None]] = {
     "restore_klt rotated": partial(run_klt, replace(KLT, coefficients=330, rotary_dim=40)),
     "restore_klt interleaved": partial(run_klt, replace(ALL_TURN, dtype=torch.float16)),
     "restore_klt fp8": partial(
-        run_klt,
-        replace(KLT, rotary_dim=40, dtype=torch.float8_e4m3fn),
-        replace(ALL_TURN, dtype=torch.float8_e5m2),
+        run_klt, replace(KLT, rotary_dim=40, dtype=torch.float8_e4m3fn), replace(ALL_TURN, dtype=torch.float8_e5m2)
     ),
 } | {
     case.__name__: case

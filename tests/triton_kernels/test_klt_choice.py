@@ -69,9 +69,7 @@ def break_launches(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[KltOptions,
     monkeypatch.setattr(klt_choice, "launch_klt", launch)
 
 
-def test_options_that_fail_or_give_other_values_than_the_cpu_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_that_fail_or_give_other_values_than_the_cpu_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is compared like all others. So are slots that nobody should write to, and exact tokens."""
 
     def spoil(options: KltOptions, vector: int, k: torch.Tensor) -> None:

@@ -221,9 +221,7 @@ def run_case(run: Restore, case: Case) -> None:
 @both
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "rotation",
-    [{}, {"rotary_dim": 80}, {"rotary_dim": 80, "interleaved": True}],
-    ids=["none", "neox", "gptj"],
+    "rotation", [{}, {"rotary_dim": 80}, {"rotary_dim": 80, "interleaved": True}], ids=["none", "neox", "gptj"]
 )
 def test_right_up_to_the_order_of_sums(rotation: dict[str, Any], dtype: torch.dtype, run: Restore) -> None:
     run_case(run, replace(SMALL, dtype=dtype, exact=(0, 1, 40), **rotation))

@@ -4,6 +4,7 @@ the next ``Decode`` on, on the decoder's stream. Signatures are those of version
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from threading import Event, Lock
@@ -54,25 +55,19 @@ class Surface:
         return self._memory.__dlpack__()
 
 
+@dataclass(eq=False)
 class Decoder:
-    def __init__(
-        self,
-        nvc: FakeNvc,
-        cudastream: int,
-        stream: FakeStream,
-        max_width: int,
-        max_height: int,
-        latency: DisplayDecodeLatencyType,
-    ) -> None:
-        self._nvc = nvc
-        self._latency = latency
-        self._cudastream = cudastream
-        self._stream = stream
-        self.largest = max_width, max_height
-        self._size: tuple[int, int] | None = None
-        self._surfaces: list[torch.Tensor] = []
-        self._context: av.VideoCodecContext | None = None
-        self._held: list[torch.Tensor] = []
+    """``largest``: width and height."""
+
+    _nvc: FakeNvc
+    _cudastream: int
+    _stream: FakeStream
+    largest: tuple[int, int]
+    _latency: DisplayDecodeLatencyType
+    _size: tuple[int, int] | None = None
+    _surfaces: list[torch.Tensor] = field(default_factory=list)
+    _context: av.VideoCodecContext | None = None
+    _held: list[torch.Tensor] = field(default_factory=list)
 
     def Decode(self, packet: PacketData) -> list[Surface]:
         is_end = bool(packet.decode_flag & VideoPacketFlag.ENDOFSTREAM) or not packet.bsl
@@ -112,30 +107,19 @@ class Decoder:
         if size != self._size:
             width, height = self._size
             picture = picture.reformat(width, height)
-        if self._nvc.fails == "pixels":
-            rows = torch.from_numpy(picture.to_ndarray())
-            return torch.ones_like(rows).flatten(0, -2)
         rows = picture.to_ndarray()  # 4:4:4: (3, H, W); 4:2:0: luma, then both chromas
         self._nvc.last_shape = (rows.size // picture.width, picture.width)
-        if self._nvc.fails == "one pixel":
-            rows = rows.copy()
+        if self._nvc.fails in ("pixels", "one pixel"):
+            rows = np.ones_like(rows) if self._nvc.fails == "pixels" else rows.copy()
             rows.flat[0] ^= 1 << 6
-        if self._nvc.fails == "planes":  # of 4:4:4, two in each other's place
-            rows = rows[[1, 0, 2]]
         return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, picture.width))
 
     def _surface(self, index: int, picture: torch.Tensor) -> Surface:
         while len(self._surfaces) <= index:
             self._surfaces.append(torch.full(picture.shape, 0xDD, dtype=torch.uint8))
-        if self._surfaces[index].shape != picture.shape:
-            self._surfaces[index] = torch.full(picture.shape, 0xDD, dtype=torch.uint8)
         memory = self._surfaces[index]
-        self._nvc.device.launch(self._stream, partial(_write, memory, picture))
+        self._nvc.device.launch(self._stream, partial(memory.copy_, picture))
         return Surface(memory, self._cudastream)
-
-
-def _write(memory: torch.Tensor, picture: torch.Tensor) -> None:
-    memory.copy_(picture)
 
 
 class FakeNvc:
@@ -183,7 +167,7 @@ class FakeNvc:
         if self.fails == "create":
             raise RuntimeError("CreateDecoder: out of memory")
         stream = self.device.streams[cudastream - 1]
-        decoder = Decoder(self, cudastream, stream, maxwidth, maxheight, latency)
+        decoder = Decoder(self, cudastream, stream, (maxwidth, maxheight), latency)
         with self._lock:
             self._live.add(decoder)
             self.most_bytes = max(self.most_bytes, self.live_bytes)

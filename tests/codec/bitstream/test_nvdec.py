@@ -297,9 +297,7 @@ def test_one_decoder_there_may_always_be_and_sessions_share_it(nvc: FakeNvc) -> 
 
 
 def test_without_memory_the_cpu_decodes(
-    nvc: FakeNvc,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines, (decoder,) = open_decoders(nvc, MAX_SURFACE_BYTES, 1)
     nvc.fails = "create"

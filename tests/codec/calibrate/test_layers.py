@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from benchmarks.codec.kv_model import KVModel
 from harness.models import (
     FAMILIES,
     IMAGE_TEXT,
@@ -220,18 +219,6 @@ def test_weights_packed_by_llm_compressor_are_restored(tmp_path: Path) -> None:
             with model.layer(index) as layer:
                 hidden, _ = layer.forward(hidden, calls)
         torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
-    path = make_tiny_deepseek(tmp_path)
-    ids = torch.arange(3, 40)
-    k, v = KVModel(str(path)).kv(ids)
-    model = LayeredModel(str(path))
-    with model.layer(0) as layer:
-        kv = layer.forward(model.embed(ids), model.calls(len(ids)))[1]
-    assert isinstance(kv, KV)
-    torch.testing.assert_close(kv.k, k[:, 0])
-    torch.testing.assert_close(kv.v, v[:, 0])
 
 
 def test_weights_in_bfloat16_are_computed_with_in_float32(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, coarsened, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.objects import Level
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
-from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
 from sgl_kvfetch.codec.quant.base import Quantised
@@ -109,27 +109,6 @@ def test_a_manifest_that_lacks_levels_and_does_not_say_so_is_refused(num_levels:
         data = reader.chunks_in(next(manifest.cells()), [segment().data, *segment().level_data][:read])
         with pytest.raises(CorruptError, match=f"ladder has {LEVELS} levels, expected the manifest's {named}"):
             reader.decode_cell(next(manifest.cells()), data)
-
-
-def test_readers_know_what_they_leave_out_and_what_is_lost() -> None:
-    manifest = segment().manifest
-    assert first_readable(manifest) == 0
-    reader = SegmentReader(manifest, KLT)
-    assert (len(reader.object_names), reader.coarseness) == (LEVELS, 0)
-    coarser = reader.coarser
-    assert coarser is not None
-    assert coarser is reader.coarser
-    assert (len(coarser.object_names), coarser.coarseness) == (LEVELS - 1, 1)
-    assert [each.coarseness for each in reader.ways(LEVELS)] == list(range(LEVELS))
-    assert list(reader.ways(1)) == [reader, coarser]
-    assert list(reader.ways(0)) == [reader]
-    cell = next(manifest.cells())
-    assert coarser.coded_bytes(cell) < reader.coded_bytes(cell)
-    lost = msgspec.structs.replace(manifest, variants=(manifest.variants[0].with_levels(1),))
-    reader = SegmentReader(decode_manifest(lost.encode()), KLT)
-    assert (len(reader.object_names), reader.coarseness) == (2, LEVELS - 2)
-    assert [each.coarseness for each in reader.ways(LEVELS)] == [LEVELS - 2, LEVELS - 1]
-    assert list(reader.ways(0)) == [reader]  # it cannot be finer
 
 
 KEYS = StoreKeys(bytes(32))

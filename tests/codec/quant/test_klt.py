@@ -37,14 +37,7 @@ from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredKind, load_prof
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.codec.quant.rope import Rope, unrotate
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
-from tests.codec.quant.profiles import (
-    PRODUCTS,
-    make_profile,
-    place_of,
-    products,
-    restored_exactly,
-    values_of,
-)
+from tests.codec.quant.profiles import PRODUCTS, make_profile, place_of, products, restored_exactly, values_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
