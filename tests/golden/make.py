@@ -86,11 +86,7 @@ CASES = {
         Case("klt-ans", "klt", (Target("ans", "flat"), Target("hevc", "240p")), first_page=0),
         # Distributions in the bitstream.
         Case(
-            "exact-ans",
-            "exact",
-            (Target("ans", "flat"),),
-            KVGeometry(num_layers=3, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=64, dtype="bfloat16"),
-            span_pages=3,
+            "exact-ans", "exact", (Target("ans", "flat"),), replace(GEOMETRY, num_layers=3, page_size=64), span_pages=3
         ),
         # Some heads of a model; spans of three pages and one; pages that are no power of two; FP8.
         Case(
@@ -116,7 +112,7 @@ CASES = {
             "cachegen-stage",
             "cachegen-bins",
             (Target("zstd", "240p"),),
-            KVGeometry(num_layers=4, num_heads=2, k_head_dim=16, v_head_dim=8, page_size=8, dtype="float32"),
+            replace(GEOMETRY, page_size=8, dtype="float32"),
             first_layer=3,
             span_pages=3,
         ),

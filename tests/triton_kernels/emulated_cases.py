@@ -194,14 +194,6 @@ def integers_that_are_not_aligned(emulator: Emulator) -> None:
         restoring_klt.run_kernels([span.cell(integers=integers)], span.slots, 1)
 
 
-def no_barriers(emulator: Emulator) -> None:
-    restore_klt_without(emulator, "bar.sync")
-
-
-def no_waits_for_copies(emulator: Emulator) -> None:
-    restore_klt_without(emulator, "cp.async.wait_group")
-
-
 def restore_klt_without(emulator: Emulator, instruction: str) -> None:
     kernels = dict(emulator.kernels)
     emulator.kernels |= {key: kernel.without(instruction) for key, kernel in kernels.items()}
@@ -212,11 +204,11 @@ def restore_klt_without(emulator: Emulator, instruction: str) -> None:
         emulator.kernels |= kernels
 
 
-CONTROLS = {
-    slots_beyond_the_buffers: "outside all tensors",
-    integers_that_are_not_aligned: "misaligned",
-    no_barriers: "barrier",
-    no_waits_for_copies: "shared memory",
+CONTROLS: dict[str, tuple[Callable[[Emulator], None], str]] = {
+    "slots beyond the buffers": (slots_beyond_the_buffers, "outside all tensors"),
+    "integers that are not aligned": (integers_that_are_not_aligned, "misaligned"),
+    "no barriers": (partial(restore_klt_without, instruction="bar.sync"), "barrier"),
+    "no waits for copies": (partial(restore_klt_without, instruction="cp.async.wait_group"), "shared memory"),
 }
 ALL_TURN = replace(KLT, rotary_dim=80, interleaved=True)
 CASES: dict[str, Callable[[], None]] = {
@@ -255,12 +247,12 @@ def run_all(target: str) -> dict[str, Any]:
         except Exception:
             wrong[name] = traceback.format_exc()
     kernels = sorted({kernel.program.name for kernel in emulator.kernels.values()})
-    for control, text in CONTROLS.items():
-        wrong[control.__name__] = "not seen"
+    for name, (control, text) in CONTROLS.items():
+        wrong[name] = "not seen"
         try:
             control(emulator)
         except Fault as fault:
-            wrong[control.__name__] = "" if text in str(fault) else str(fault)
+            wrong[name] = "" if text in str(fault) else str(fault)
     return {"wrong": wrong, "kernels": kernels}
 
 

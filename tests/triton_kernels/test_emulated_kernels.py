@@ -12,7 +12,7 @@ from tests.triton_kernels.test_specialisations import KERNELS
 from tests.triton_kernels.tritons import run_python
 
 TARGETS = ("sm_80", "sm_89", "sm_90")  # `mma.sync`, and `wgmma`
-NAMES = [*emulated_cases.CASES, *(each.__name__ for each in emulated_cases.CONTROLS)]
+NAMES = [*emulated_cases.CASES, *emulated_cases.CONTROLS]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 

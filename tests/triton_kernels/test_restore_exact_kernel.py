@@ -17,7 +17,8 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.ans import DISTRIBUTION_BYTES, SLOTS, AnsTablesCodec, decode_fitted, read_tables
 from sgl_kvfetch.codec.layout.frames import FILL
-from sgl_kvfetch.codec.quant.base import from_planes, to_planes
+from sgl_kvfetch.codec.quant.base import to_planes
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import FittedChunk, fitted_decode_table
@@ -64,41 +65,31 @@ class Span:
             hostile((self.tokens, self.layers, self.heads, dim), self.dtype, kind, generator) for dim in (k, v)
         ]
         self.planes = [plane for x in self.values for plane in to_planes(x)]
-        shape = NUM_SLOTS, self.heads + 2
-        shapes = [(NUM_SLOTS, 1, k + v)] if self.is_mla else [(*shape, k), (*shape, v)]
-        self.memory = [poisoned(*x, dtype=self.dtype) for x in shapes for _ in range(self.layers)]
-        self.buffers = self._views(self.memory)
+        sizes = [(1, k + v)] if self.is_mla else [(self.heads + 2, k), (self.heads + 2, v)]
+        self.memory = [poisoned(self.layers, NUM_SLOTS, *size, dtype=self.dtype) for size in sizes]
+        self.buffers = [list(x) for x in self._views(self.memory)]
         num_pages = self.tokens // self.page_size
-        first = torch.randperm(NUM_SLOTS // self.page_size, generator=generator)[: max(1, num_pages - 1)]
+        self.first = first = torch.randperm(NUM_SLOTS // self.page_size, generator=generator)[: max(1, num_pages - 1)]
         self.slots = (first[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
         # Of the span's pages: which of the load's, in any order; one is left out, and one is behind the last slot.
         pages = [*range(len(first)), *([-1, len(first)] * num_pages)][:num_pages]
         pick.shuffle(pages)
         self.pages = torch.tensor(pages, dtype=torch.int32, device=DEVICE)
 
-    def _views(self, memory: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the cell's heads in buffers of all heads, of K and V of each layer."""
+    def _views(self, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the cell's heads in buffers of all heads, of K and V: ``(layers, slots, heads, dim)``."""
         if self.is_mla:
             v = self.values[1].shape[-1]
-            return [[x[..., v:] for x in memory], [x[..., :v] for x in memory]]
-        sides = memory[: self.layers], memory[self.layers :]
-        return [[x[:, 1 : 1 + self.heads] for x in side] for side in sides]
+            return [memory[0][..., v:], memory[0][..., :v]]
+        return [x[:, :, 1 : 1 + self.heads] for x in memory]
 
     def expected(self) -> list[torch.Tensor]:
-        """Return what the buffers' memory must be: what the CPU's join gives, in slots of this cell alone."""
-        before = [integer_view(x).clone() for x in self.memory]
-        size = self.dtype.itemsize
-        joined = [from_planes(self.planes[i : i + size], self.dtype) for i in (0, size)]
-        assert all(torch.equal(integer_view(x), integer_view(y)) for x, y in zip(joined, self.values, strict=True))
-        for token in range(self.tokens):
-            page = int(self.pages[token // self.page_size])
-            which = page * self.page_size + token % self.page_size
-            if page < 0 or which >= len(self.slots):
-                continue
-            for x, buffers in zip(joined, self._views(before), strict=True):
-                for layer, buffer in enumerate(buffers):
-                    buffer[self.slots[which]] = integer_view(x[token, layer])
-        return before
+        """Return what the memory must be: what the CPU writes, in slots of this cell alone."""
+        memory = [x.cpu().clone() for x in self.memory]
+        pages = [x.unflatten(1, (-1, self.page_size)).permute(1, 2, 0, 3, 4) for x in self._views(memory)]
+        places = [int(self.first[page]) if 0 <= page < len(self.first) else -1 for page in self.pages]
+        make_quantiser("exact").restore_pages(tuple(self.planes), pages, places)
+        return memory
 
     def restore(self, planes: Sequence[torch.Tensor]) -> None:
         shape = exact_shape(*self.buffers, 3)
@@ -175,7 +166,7 @@ def assert_restored(span: Span, *, is_decoded: bool = False) -> None:
         planes[size - 1 :: size] = found
     span.restore([aligned(plane) for plane in planes])
     for x, y in zip(span.memory, expected, strict=True):
-        assert_same_bits(integer_view(x), y)
+        assert_same_bits(integer_view(x.cpu()), integer_view(y))
 
 
 def test_any_bits_come_back_and_nothing_else_is_written() -> None:

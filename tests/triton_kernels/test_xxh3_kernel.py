@@ -24,20 +24,13 @@ def random_bytes(num_bytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("sums_of", [xxh3_sums, xxh3_sums_reference])
 def test_the_librarys_digest_of_every_range(sums_of: Callable[..., torch.Tensor]) -> None:
-    data = random_bytes(8192)
+    """Of noise, and of the extremes."""
     ranges = [(8 * index, size) for index, size in enumerate(SIZES)]
-    sums = sums_of(data.to(DEVICE), ranges)
-    assert (sums.dtype, sums.shape, sums.device.type) == (torch.int64, (len(ranges), 8), DEVICE.type)
-    for (start, size), each in zip(ranges, sums.tolist(), strict=True):
-        assert digest_of(each, size) == xxhash.xxh3_128_digest(data[start : start + size].numpy().data), size
-
-
-def test_extremes() -> None:
-    for value in (0, 0x80, 0xFF):
-        data = torch.full((2056,), value, dtype=torch.uint8)
-        assert digest_of(xxh3_sums(data.to(DEVICE), [(0, 2051)])[0].tolist(), 2051) == xxhash.xxh3_128_digest(
-            data[:2051].numpy().data
-        )
+    for data in (random_bytes(8192), *(torch.full((8192,), value, dtype=torch.uint8) for value in (0, 0x80, 0xFF))):
+        sums = sums_of(data.to(DEVICE), ranges)
+        assert (sums.dtype, sums.shape, sums.device.type) == (torch.int64, (len(ranges), 8), DEVICE.type)
+        for (start, size), each in zip(ranges, sums.tolist(), strict=True):
+            assert digest_of(each, size) == xxhash.xxh3_128_digest(data[start : start + size].numpy().data), size
 
 
 DATA = torch.zeros(512, dtype=torch.uint8)

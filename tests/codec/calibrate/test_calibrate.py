@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.models import make_tiny_lfm2, make_tiny_llama, make_tiny_mellum
+from sgl_kvfetch.codec import CalibrationOptions, LayeredModel, Profile, calibrate_model, map_layers
 from sgl_kvfetch.codec.calibrate import curve, sweep
-from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
-from sgl_kvfetch.codec.calibrate.layer_map import map_layers
-from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.sweep import Moments, Sweep
 from sgl_kvfetch.codec.calibrate.text import (
     DEFAULT_TEXT,
@@ -27,7 +25,6 @@ from sgl_kvfetch.codec.calibrate.text import (
     tokenise,
 )
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
-from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts, text_digest
 from sgl_kvfetch.types import CellGrid
@@ -70,11 +67,7 @@ def test_fine_steps_cost_by_their_square(profile: Profile) -> None:
         assert 0.003 < point.kl / (1e-4 * point.step**2) < 1
     for finer, coarser in pairwise(fine):
         assert coarser.kl == pytest.approx(finer.kl * (coarser.step / finer.step) ** 2, rel=0.4)
-
-
-def test_the_default_is_a_share_of_what_the_context_is_worth(profile: Profile) -> None:
     assert profile.curve[-1].kl < 2 * profile.context_kl  # forgetting it costs about as much as the coarsest step
-    assert profile.default_target_kl == pytest.approx(1e-3 * profile.context_kl)
 
 
 @pytest.fixture

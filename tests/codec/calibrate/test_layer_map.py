@@ -19,33 +19,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_POSITIONS = 100_000
 
+
+def yarn(factor: float, length: int, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **more}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 25_000},
-    "yarn mscale": {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "original_max_position_embeddings": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-        "beta_fast": 24,
-        "beta_slow": 2,
-    },
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 8192},
+    "yarn": yarn(4.0, 25_000),
+    "yarn mscale": yarn(40.0, 4096, mscale=1.0, mscale_all_dim=0.5, beta_fast=24, beta_slow=2),
+    "yarn not truncated": yarn(32.0, 4096, truncate=False),
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn not truncated": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
 }
 
 
@@ -84,15 +71,10 @@ def test_llama_is_rotated_as_in_sglang(random_model: Any, monkeypatch: pytest.Mo
 def test_long_prompts_may_have_frequencies_of_their_own(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of Phi-3: the rotation is that of prompts of the first length, where SGLang has the same."""
     monkeypatch.setattr(sglang_base, "_is_cpu", True)
-    factors = [1.0 + 0.1 * i for i in range(16)]
-    scaling = {
-        "short_factor": factors,
-        "long_factor": [4 * x for x in factors],
-        "original_max_position_embeddings": 4096,
-    }
-    parameters = {"rope_type": "longrope", "rope_theta": 10_000.0, **scaling}
-    rope = only_rope(random_model("phi3", rope_parameters=parameters, original_max_position_embeddings=4096))
-    theirs = get_rope(32, 32, NUM_POSITIONS, 10_000, True, {"rope_type": "longrope", **scaling}, torch.float32)
+    factors, length = [1.0 + 0.1 * i for i in range(16)], {"original_max_position_embeddings": 4096}
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": [4 * x for x in factors]} | length
+    rope = only_rope(random_model("phi3", rope_parameters={"rope_theta": 10_000.0, **scaling}, **length))
+    theirs = get_rope(32, 32, NUM_POSITIONS, 10_000, True, scaling, torch.float32)
     cache = theirs.long_short_cos_sin_cache[:4096] / theirs.long_short_cos_sin_cache[0, 0]
     torch.testing.assert_close(rope.table(0, 4096), cache, rtol=0, atol=1e-2)
 

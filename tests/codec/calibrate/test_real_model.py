@@ -11,12 +11,8 @@ from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
 from benchmarks.codec.methods import CacheGen, SegmentMethod
 from benchmarks.real_model import prose
-from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
-from sgl_kvfetch.codec.calibrate.layer_map import map_layers
-from sgl_kvfetch.codec.calibrate.layers import LayeredModel
+from sgl_kvfetch.codec import CalibrationOptions, KltQuantiser, LayeredModel, Profile, calibrate_model, map_layers
 from sgl_kvfetch.codec.calibrate.text import calibration_windows, cut_windows
-from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.profile import Profile
 from tests.codec.quant.profiles import CALIBRATION
 
 pytestmark = [pytest.mark.slow]

@@ -1,16 +1,13 @@
-"""What a stored segment has, decoded, and as it was before it was encrypted."""
+"""What a stored segment has, decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
 import torch
-import xxhash
 
-from sgl_kvfetch.codec.container.encryption import NO_KEYS, DataCipher, StoreKeys
+from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.objects import Chunk, DataObject
 from sgl_kvfetch.codec.container.protect import open_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -48,29 +45,3 @@ def side_pages(segment: CodedSegment, keys: StoreKeys = NO_KEYS) -> dict[SideKey
         key: bytes(place.decode(objects[place.data_name][place.start :][: place.size_bytes]))
         for key, place in side_places(manifest).items()
     }
-
-
-def plain_segment(segment: CodedSegment, keys: StoreKeys) -> CodedSegment:
-    """Return a stored segment without encryption. Raises EncryptedError, CorruptError and FormatError."""
-    m = open_manifest(segment.manifest, keys)
-    if not m.is_encrypted:
-        return segment
-    plain = [
-        _plain(rows, data, m.ciphers[rows.data_digest], m.data_name(rows))
-        for rows, data in zip(m.data, segment.contents, strict=True)
-    ]
-    manifest = msgspec.structs.replace(m.with_data(rows for rows, _ in plain), ciphers={})
-    return segment.of(manifest, [data for _, data in plain])
-
-
-def _plain(rows: DataObject, data: bytes, cipher: DataCipher, what: str) -> tuple[DataObject, bytes]:
-    assert len(data) == rows.size_bytes, what
-    pieces = [cipher.decrypt(number, piece, what) for number, piece in enumerate(rows.pieces(data))]
-    checksum = xxhash.xxh3_128_digest
-    chunks = [
-        Chunk(row.codec, len(piece), checksum(piece), row.decoded_checksum)
-        for row, piece in zip(rows.chunks, pieces, strict=True)
-    ]
-    data = b"".join(pieces)
-    changed = msgspec.structs.replace(rows, data_digest=xxhash.xxh3_128_hexdigest(data), encryption=None)
-    return changed.with_chunks(chunks), data

@@ -16,7 +16,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.keys import Labels
-from tests.codec.container.plain import plain_segment
+from tests.codec.container.plain import cells_of, same
 from tests.codec.quant.profiles import PRODUCTS, products, restored_exactly
 from tests.golden.make import (
     CASES,
@@ -144,8 +144,9 @@ def test_encrypted_levels_are_those_of_the_golden_segment() -> None:
     raw, stored = ENCRYPTED_LEVELS.read_bytes(), stored_objects(ENCRYPTED_LEVELS)
     assert len(stored) == NUM_LEVELS
     assert decode_manifest(raw).encode() == raw
-    found = plain_segment(CodedSegment.of(decode_manifest(raw), stored), StoreKeys(KEY))
-    assert (found.manifest, found.contents) == (plain, tuple(objects))
+    quantiser = golden_quantiser(CASES["klt-ans"].quantiser)
+    found = cells_of(CodedSegment.of(decode_manifest(raw), stored), quantiser, keys=StoreKeys(KEY))
+    assert same(found, cells_of(CodedSegment.of(plain, objects), quantiser))
     opened, contents = decrypted(raw, stored, KEY)
     assert (decode_manifest(opened), contents) == (plain, objects)
 

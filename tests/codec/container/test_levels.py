@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.types import KVGeometry
-from tests.codec.container.plain import cells_of, plain_segment, same
+from tests.codec.container.plain import cells_of, same
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_heads, page_hashes
 
@@ -88,15 +88,6 @@ def test_the_integers_of_each_prefix_have_a_checksum() -> None:
         reader.decode_cell(cell, reader.chunks_in(cell, [segment().data, *segment().level_data]))
 
 
-def test_a_segment_without_its_last_level_is_a_coarser_one() -> None:
-    dropped = CodedSegment(
-        msgspec.structs.replace(segment().manifest, variants=(segment().manifest.variants[0].with_levels(LEVELS - 2),)),
-        segment().data,
-        level_data=segment().level_data[:-1],
-    )
-    assert same(cells(dropped), cells(segment(), LEVELS - 1))
-
-
 @pytest.mark.parametrize(("num_levels", "num_dropped"), [(LEVELS - 1, 0), (1, 0), (1, 1), (LEVELS, 1)])
 def test_a_manifest_that_lacks_levels_and_does_not_say_so_is_refused(num_levels: int, num_dropped: int) -> None:
     """Its values would count as finer than they are."""
@@ -125,7 +116,6 @@ def test_levels_are_encrypted() -> None:
     assert encryption_keys_of(stored.manifest.encode()) == {KEY}
     assert {codec for rows in stored.manifest.data for codec in rows.codecs} == {"aes-256-gcm"}
     assert all(not any(chunk.decoded_checksum) for rows in stored.manifest.data for chunk in rows.chunks)
-    assert plain_segment(stored, KEYS) == segment()
     with pytest.raises(EncryptedError, match=f"is encrypted with the key {KEY}"):
         SegmentReader(stored.manifest, KLT)
     for num_levels in range(1, LEVELS + 1):

@@ -30,12 +30,6 @@ def make_rope(rotary_dim: int = 64, **changes: Any) -> Rope:
     return Rope(inv_freq=tuple(frequencies.tolist()), **changes)
 
 
-def sglang_rope(
-    head_dim: int = 64, rotary_dim: int = 64, neox: bool = True, scaling: dict[str, Any] | None = None
-) -> Any:
-    return get_rope(head_dim, rotary_dim, 100_000, THETA, neox, scaling, torch.float32)
-
-
 def random_k(dim: int, heads: int = 3) -> torch.Tensor:
     return torch.randn(NUM_TOKENS, heads, dim, generator=torch.Generator().manual_seed(5)) * 4
 
@@ -46,7 +40,7 @@ def random_k(dim: int, heads: int = 3) -> torch.Tensor:
 def test_rotation_is_sglangs(head_dim: int, rotary_dim: int, neox: bool, scaling: float) -> None:
     rope = make_rope(rotary_dim, interleaved=not neox, attention_scaling=scaling)
     assert rope.rotary_dim == rotary_dim
-    theirs = sglang_rope(head_dim, rotary_dim, neox)
+    theirs = get_rope(head_dim, rotary_dim, 100_000, THETA, neox, None, torch.float32)
     k = random_k(head_dim)
     for first_token in FIRST_TOKENS:
         table = rope.table(first_token, NUM_TOKENS)
