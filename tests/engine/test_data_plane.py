@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.stores.notes import publish_profile
 from sgl_kvfetch.stores.open import open_remote
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from tests.plugin.planes import start_by_uint8
 from tests.reasons import assert_counted
 from tests.segments import SMALL, make_heads, make_values, page_hashes, using
 from tests.stores.test_profiles import NO_KEYS, WEIGHTS, save
@@ -96,7 +98,6 @@ def read_ahead(hashes: Sequence[bytes]) -> m.LookUp:
 
 
 def all_of(hashes: Sequence[bytes], timeout_s: float = WAIT_S) -> m.FetchPages:
-    """Return what restores pages to the first ones of the pool."""
     return m.FetchPages(0, b"".join(hashes), tuple(range(len(hashes))), time.monotonic() + timeout_s)
 
 
@@ -104,11 +105,9 @@ def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
     return plane.look_up(read_ahead(hashes)).result(WAIT_S)
 
 
-def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.Tensor]:
-    """Write pages, and wait until they are stored."""
+def store(plane: DataPlane, hashes: Sequence[bytes]) -> None:
     assert write(plane, hashes) == len(hashes)
     wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes))
-    return page_values(len(hashes))
 
 
 def write(plane: DataPlane, hashes: Sequence[bytes]) -> int:
@@ -125,28 +124,20 @@ def page_values(num_pages: int) -> dict[TensorName, torch.Tensor]:
     return {t: x.view(num_pages, SMALL.page_size, *x.shape[1:]) for t, x in make_values(SMALL, num_pages).items()}
 
 
-def fetch(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, dict[TensorName, torch.Tensor]]:
-    """Look up and fetch pages. Return how many were restored, and their values."""
-    num_pages = fetch_found(plane, hashes[: look_up(plane, hashes).num_pages])
-    return num_pages, {tensor: view.clone() for tensor, view in zip(TENSORS, POOL.views, strict=True)}
+def fetch(plane: DataPlane, hashes: Sequence[bytes]) -> int:
+    return fetch_found(plane, hashes[: look_up(plane, hashes).num_pages])
+
+
+def assert_fetched(plane: DataPlane, hashes: Sequence[bytes]) -> None:
+    assert fetch(plane, hashes) == len(hashes)
+    written = page_values(len(hashes))
+    assert all(torch.equal(view[: len(hashes)], written[t]) for t, view in zip(TENSORS, POOL.views, strict=True))
 
 
 def fetch_found(plane: DataPlane, hashes: Sequence[bytes]) -> int:
-    """Fetch pages to the first pages of the pool. Return how many were restored."""
     for view in POOL.views:
         view.fill_(float("nan"))
     return plane.fetch(all_of(hashes)).over.result(WAIT_S).num_pages
-
-
-def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
-    hashes = page_hashes(NUM_PAGES)
-    values = store(plane, hashes)
-    num_pages, pool = fetch(plane, hashes)
-    assert num_pages == NUM_PAGES
-    assert all(torch.equal(pool[t], values[t]) for t in TENSORS)
-    assert look_up(plane, page_hashes(3, "other")).num_pages == 0
-    plane.clear()
-    assert look_up(plane, hashes).num_pages == 0
 
 
 def test_what_a_calibration_has_left_is_deleted_by_any_data_plane(
@@ -167,7 +158,7 @@ def test_what_a_calibration_has_left_is_deleted_by_any_data_plane(
 def test_nothing_is_written_after_a_fetch_was_ended(plane: DataPlane, launcher: Launcher) -> None:
     """Its pages may then be another request's."""
     hashes = page_hashes(NUM_PAGES)
-    values = store(plane, hashes)
+    store(plane, hashes)
     for _ in range(20):
         fetch_ended = plane.fetch(all_of(hashes))
         fetch_ended.end()
@@ -176,9 +167,7 @@ def test_nothing_is_written_after_a_fetch_was_ended(plane: DataPlane, launcher: 
             view.fill_(0.0)
         look_up(plane, hashes)
         assert not any(view.any() for view in POOL.views)
-    num_pages, pool = fetch(plane, hashes)
-    assert num_pages == NUM_PAGES
-    assert all(torch.equal(pool[t], values[t]) for t in TENSORS)
+    assert_fetched(plane, hashes)
 
 
 def test_a_data_plane_that_does_not_end_a_fetch_is_ended(
@@ -192,7 +181,7 @@ def test_a_data_plane_that_does_not_end_a_fetch_is_ended(
     stopped.end()
     assert stopped.over.result(0).num_pages == 0
     assert launcher.started[0].join(0)
-    wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
+    wait_until(lambda: fetch(plane, hashes) == NUM_PAGES)
 
 
 def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +195,7 @@ def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, mon
         assert fetch_found(plane, hashes) == 0
         plane.stage(hashes, staged.set_result)
     assert (staged.result(0).num_pages, staged.result(0).reason) == (0, Reason.TOO_LARGE)
-    assert fetch(plane, hashes[:8])[0] == 8
+    assert fetch(plane, hashes[:8]) == 8
 
 
 def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(plane: DataPlane, url: str, launcher: Launcher) -> None:
@@ -233,39 +222,29 @@ def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pyt
     assert plane.write(0, None, hashes, range(20, 30), read) == 10
     assert pieces == [list(range(*ends)) for ends in ((20, 24), (24, 28), (28, 30))]
     wait_until(lambda: look_up(plane, hashes).num_pages == 10)
-    _, pool = fetch(plane, hashes)
-    assert all(torch.equal(pool[t][:10], values[t]) for t in TENSORS)
+    assert_fetched(plane, hashes)
 
 
-def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
-    values = page_values(10)
-
-    def read(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
-        return pages[0] < 4 and reading(values)(pages, memory, offset)
-
-    assert plane.write(0, None, page_hashes(10), range(10), read) == 4
-    wait_until(lambda: not plane._peer._room._taken)
-
-
-def test_pages_that_cannot_be_read_are_dropped_by_that_reason(
-    plane: DataPlane, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_fault", [False, True])
+def test_writing_ends_at_pages_that_are_gone_or_cannot_be_read(
+    plane: DataPlane, monkeypatch: pytest.MonkeyPatch, is_fault: bool
 ) -> None:
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     values = page_values(10)
 
-    def fail(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
-        if pages[0] >= 4:
+    def read(pages: Sequence[int], memory: torch.Tensor, offset: int) -> bool:
+        if pages[0] >= 4 and is_fault:
             raise RuntimeError("no device")
-        return reading(values)(pages, memory, offset)
+        return pages[0] < 4 and reading(values)(pages, memory, offset)
 
-    def dropped(result: str) -> float:
-        return own_metric("sgl_kvfetch_written_pages_total", result=result)
+    def dropped() -> list[float]:
+        results = "dropped_full", "dropped_error"
+        return [own_metric("sgl_kvfetch_written_pages_total", result=result) for result in results]
 
-    before = dropped("dropped_error"), dropped("dropped_full")
-    with assert_counted("write", Reason.INTERNAL):
-        assert plane.write(0, None, page_hashes(10), range(10), fail) == 4
-    assert (dropped("dropped_error"), dropped("dropped_full")) == (before[0] + 6, before[1])
+    full, failed = dropped()
+    with assert_counted("write", Reason.INTERNAL) if is_fault else nullcontext():
+        assert plane.write(0, None, page_hashes(10), range(10), read) == 4
+    assert dropped() == [full + 6 * (not is_fault), failed + 6 * is_fault]
     wait_until(lambda: not plane._peer._room._taken)
 
 
@@ -307,9 +286,7 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
     assert plane.write(0, None, hashes, range(4), reading(values), quantising=quantising) == 4
     assert calls == ([] if why == "large" else [(range(4), plane._peer._pages.num_bytes)])
     wait_until(lambda: look_up(plane, hashes).num_pages == 4)
-    num_pages, pool = fetch(plane, hashes)
-    assert num_pages == 4
-    assert all(torch.equal(pool[t][:4], values[t]) for t in TENSORS)
+    assert_fetched(plane, hashes)
     wait_until(lambda: not plane._peer._room._taken)
 
 
@@ -358,6 +335,7 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
 ) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
+    wait_until(lambda: plane._peer._num_queued == 0)
     before = own_metric("sgl_kvfetch_data_plane_restarts_total")
     launcher.signal(signal.SIGSTOP)  # so that the fetch is under way when the data plane ends
     over = plane.fetch(all_of(hashes)).over
@@ -366,7 +344,8 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
     wait_until(lambda: len(launcher.started) >= 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
     assert own_metric("sgl_kvfetch_data_plane_restarts_total") == before + 1
     assert launcher.started[0].join(WAIT_S)
-    assert fetch(plane, hashes)[0] == NUM_PAGES
+    assert plane.num_losses == 0  # what is written is not lost
+    assert fetch(plane, hashes) == NUM_PAGES
 
 
 class _Nobody:
@@ -414,7 +393,7 @@ def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, lau
     found = plane.look_up(read_ahead(page_hashes(1)))
     launcher.signal(signal.SIGKILL)
     found.result(WAIT_S)
-    wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) >= 2)
+    wait_until(lambda: fetch(plane, page_hashes(1)) == 0 and len(launcher.started) >= 2)
 
 
 def test_pages_that_are_lost_with_a_data_plane_are_counted(launcher: Launcher) -> None:
@@ -447,14 +426,6 @@ def test_the_next_data_plane_is_told_what_the_last_one_was(
         m.ShowPrompts(((b"prompt",),)),
         m.PauseCalibration(False),
     ]
-
-
-def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launcher) -> None:
-    store(plane, page_hashes(4))
-    wait_until(lambda: plane._peer._num_queued == 0)
-    launcher.signal(signal.SIGKILL)
-    wait_until(lambda: len(launcher.started) >= 2)
-    assert plane.num_losses == 0
 
 
 @pytest.mark.parametrize(("is_busy", "num_ticks"), [(False, 3), (True, 9)])
@@ -491,7 +462,7 @@ def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantise
     restarts, losses = own_metric("sgl_kvfetch_data_plane_restarts_total"), plane.num_losses
     plane.show_prompts([[b"prompt"]])
     assert write(plane, others) == NUM_PAGES
-    plane.switch(lambda _: start_by_uint8(url))
+    plane.switch(lambda _: start_by_uint8(plane))
     assert plane.num_losses == losses + 1
     assert look_up(plane, hashes) == Found(ANY, reason=Reason.DATA_PLANE)  # at once, while it ends
     assert fetch_found(plane, hashes) == 0
@@ -507,12 +478,6 @@ def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantise
     former.close()
 
 
-def start_by_uint8(url: str) -> Start:
-    heads = make_heads(SMALL, make_quantiser("uint8"))
-    settings = {"store": url, "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
-    return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None)
-
-
 def store_again(plane: DataPlane, hashes: Sequence[bytes]) -> None:
     """Store pages by what serves after a switch, as soon as it does."""
     wait_until(lambda: write(plane, hashes) == len(hashes))
@@ -522,12 +487,7 @@ def store_again(plane: DataPlane, hashes: Sequence[bytes]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 def test_a_data_plane_that_dies_or_hangs_at_the_switch(
-    url: str,
-    launcher: Launcher,
-    plane: DataPlane,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    is_before: bool,
+    launcher: Launcher, plane: DataPlane, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, is_before: bool
 ) -> None:
     monkeypatch.setattr(run_module, "_LEAVING_TICKS", (2, 80))
     hashes = page_hashes(NUM_PAGES)
@@ -536,23 +496,23 @@ def test_a_data_plane_that_dies_or_hangs_at_the_switch(
         if does_signal:
             launcher.signal(number)
         else:
-            plane.switch(lambda _: start_by_uint8(url))
+            plane.switch(lambda _: start_by_uint8(plane))
     store_again(plane, hashes)
-    assert plane._start == start_by_uint8(url)
+    assert plane._start == start_by_uint8(plane)
 
 
-def test_a_switch_while_a_data_plane_is_restarted(url: str, launcher: Launcher, plane: DataPlane) -> None:
+def test_a_switch_while_a_data_plane_is_restarted(launcher: Launcher, plane: DataPlane) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: len(launcher.started) >= 2)  # which is started by the former quantiser
-    plane.switch(lambda _: start_by_uint8(url))
+    plane.switch(lambda _: start_by_uint8(plane))
     store_again(plane, hashes)
-    assert plane._start == start_by_uint8(url)
+    assert plane._start == start_by_uint8(plane)
 
 
 def test_a_switch_goes_on_until_a_data_plane_serves(
-    url: str, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
+    launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a store that does not give the profile, a config that is refused, and a process that dies."""
     asked: list[None] = []
@@ -561,7 +521,7 @@ def test_a_switch_goes_on_until_a_data_plane_serves(
         asked.append(None)
         if len(asked) == 1:
             raise StoreError("refused", "no profile for now")
-        start = start_by_uint8(url)
+        start = start_by_uint8(plane)
         return msgspec.structs.replace(start, version=0) if len(asked) == 2 else start
 
     plane.switch(make)
@@ -582,7 +542,7 @@ def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
     def make(_: Peer) -> Start:
         asked.set()
         assert closed.wait(WAIT_S)
-        return start_by_uint8(url)
+        return start_by_uint8(plane)
 
     plane.switch(make)
     assert asked.wait(WAIT_S)

@@ -17,6 +17,5 @@ def _forked_data_planes() -> Iterator[None]:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """Of a store that is empty."""
     with serving(tmp_path / "store") as url:
         yield url

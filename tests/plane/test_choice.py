@@ -79,7 +79,6 @@ class Order:
     def ask(
         self, seed: str, transmit_s: float | None, now_s: float = 100.0, num_pages: int = PAGES, found: bool = True
     ) -> bool:
-        """Look up a prompt. Return whether to fetch it."""
         saved_s = [(num_pages, num_pages * PAGE_TOKENS * 0.001)] if self._is_measured else []
         hashes = page_hashes(num_pages, seed)
         return self._order.looked_up(hashes, num_pages * found, Cost(transmit_s, None), saved_s, now_s)
@@ -154,18 +153,17 @@ def test_a_fetch_goes_on_while_the_engine_is_busy_with_others() -> None:
     assert order.begin("a", 101.0).compute_s == pytest.approx(3 * 1.024 - 1 + 1.024)
 
 
-def test_a_link_that_could_not_be_measured_is_tried_again_later_or_for_longer() -> None:
+@pytest.mark.parametrize(
+    ("now_s", "num_pages", "is_fetched"), [(101.2, PAGES, False), (101.2, 3 * PAGES, True), (106.0, PAGES, True)]
+)
+def test_a_link_that_could_not_be_measured_is_tried_again_later_or_for_longer(
+    now_s: float, num_pages: int, is_fetched: bool
+) -> None:
     order = Order()
     assert order.ask("a", None)
     order.begin("a", 100.0)
     order.ended(101.1, is_whole=False)
-    assert not order.ask("b", None, now_s=101.2)
-    assert order.ask("c", None, now_s=101.2, num_pages=3 * PAGES)
-    order = Order()
-    assert order.ask("a", None)
-    order.begin("a", 100.0)
-    order.ended(101.1, is_whole=False)
-    assert order.ask("b", None, now_s=106.0)
+    assert order.ask("b", None, now_s=now_s, num_pages=num_pages) is is_fetched
 
 
 def test_a_fetch_that_ends_frees_the_link_and_those_that_sglang_dropped_are_forgotten() -> None:

@@ -34,7 +34,6 @@ GEOMETRY = KVGeometry(num_layers=1, num_heads=1, k_head_dim=8, v_head_dim=8, pag
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This machine's copies of profiles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -49,6 +48,19 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KVFetchConfig:
 
     monkeypatch.setattr(profiles, "open_profile_store", open_store)
     return config
+
+
+@pytest.fixture
+def wholes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The digests of profiles that are read whole from the store."""
+    digests: list[str] = []
+
+    async def noted(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
+        digests.append(listed.digest)
+        return await read_profile(store, listed, keys)
+
+    monkeypatch.setattr(profiles, "read_profile", noted)
+    return digests
 
 
 def fits(path: str) -> None:
@@ -91,16 +103,9 @@ def test_the_newest_that_is_not_withdrawn(tmp_path: Path, config: KVFetchConfig,
 
 
 def test_a_copy_is_not_read_again_unless_it_is_damaged(
-    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, config: KVFetchConfig, wholes: list[str]
 ) -> None:
     digest = publish(tmp_path / "store", save(tmp_path), 0)
-    wholes: list[str] = []
-
-    async def noting(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
-        wholes.append(listed.digest)
-        return await read_profile(store, listed, keys)
-
-    monkeypatch.setattr(profiles, "read_profile", noting)
     for _ in range(2):
         found = take_profile(config, WEIGHTS, fits)
         assert wholes == [digest]
@@ -110,7 +115,7 @@ def test_a_copy_is_not_read_again_unless_it_is_damaged(
     assert wholes == [digest] * 2
 
 
-@pytest.mark.parametrize("kind", ["damaged", "cut", "foreign", "not encrypted", "newer version"])
+@pytest.mark.parametrize("kind", ["damaged", "foreign", "not encrypted"])
 def test_what_cannot_be_used_is_passed_over(
     tmp_path: Path, config: KVFetchConfig, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -128,18 +133,12 @@ def test_what_cannot_be_used_is_passed_over(
         case "damaged":
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
             message = "it is damaged: its SHA-256"
-        case "cut":
-            path.write_bytes(content[:-1])
-            message = "it has "
         case "foreign":  # by whoever may write into the store
             name, data = seal_profile(save(tmp_path, 2, "1" * 32), NO_KEYS)
             path.write_bytes(data.replace(b'"weights":"' + b"1" * 32, b'"weights":"' + b"0" * 32))
             message = f"it is the profile {name}, under another name"
-        case "not encrypted":
-            message = "it is not encrypted, and there is a key_file"
         case _:
-            path.write_bytes(content.replace(b'"version":1', b'"version":9'))
-            message = "its header has version 9, expected 1"
+            message = "it is not encrypted, and there is a key_file"
     caplog.set_level(logging.WARNING)
     assert taken(config).digest == good
     (record,) = [record for record in caplog.records if record.name == profiles.__name__]
@@ -172,18 +171,13 @@ def test_one_of_another_shape_is_passed_over(
 
 
 def test_who_asks_again_is_told_once_of_each_that_cannot_be_used(
-    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, config: KVFetchConfig, wholes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    root, passed_over, wholes = tmp_path / "store", PassedOver(), []
-
-    async def counted(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
-        wholes.append(listed.digest)
-        return await read_profile(store, listed, keys)
+    root, passed_over = tmp_path / "store", PassedOver()
 
     def ask() -> None:
         assert asyncio.run(take_from_store(config, WEIGHTS, fits, None, passed_over)) is None
 
-    monkeypatch.setattr(profiles, "read_profile", counted)
     bad = publish(root, save(tmp_path), 10)
     path = root / ".profiles" / WEIGHTS / bad
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -212,31 +206,26 @@ def test_a_profile_that_the_store_fails_to_send_is_asked_for_again(
     assert found.digest == digest
 
 
-@pytest.mark.parametrize("fault", [MemoryError, RecursionError, ZeroDivisionError])
 def test_a_fault_of_any_kind_costs_one_profile(
-    tmp_path: Path,
-    config: KVFetchConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: type[Exception],
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = (publish(tmp_path / "store", save(tmp_path, number), 20 - number) for number in (1, 2))
 
     def load(path: Path) -> Profile:
         if bad in path.name:
-            raise fault("what it says")
+            raise MemoryError("what it says")
         return load_profile(path)
 
     monkeypatch.setattr(profiles, "load_profile", load)
     assert taken(config).digest == good
-    assert f"profile {WEIGHTS}/{bad} is passed over: {fault.__name__}: what it says" in caplog.text
+    assert f"profile {WEIGHTS}/{bad} is passed over: MemoryError: what it says" in caplog.text
     found = take_profile(config, WEIGHTS, fits)
     assert found is not None
     os.utime(found.path, (1e9, 1e9))
     Path(found.path).with_name(f"{bad}.profile").write_bytes(b"")  # taken last
     monkeypatch.setattr(profiles, "take_from_store", is_down)
     assert taken(config).digest == good
-    assert f"{bad}.profile cannot be read: {fault.__name__}: what it says" in caplog.text
+    assert f"{bad}.profile cannot be read: MemoryError: what it says" in caplog.text
 
 
 def test_encrypted_profiles_have_copies_in_clear(tmp_path: Path, config: KVFetchConfig) -> None:

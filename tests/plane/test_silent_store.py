@@ -23,7 +23,6 @@ NUM_PAGES = 8
 
 
 def fetched(plane: DataPlane, mode: str, hashes: list[bytes], timeout_s: float) -> int:
-    """Return how many pages were brought."""
     if mode == "host":
         return plane.fetch(all_of(hashes, timeout_s)).over.result(WAIT_S).num_pages
     got: list[StagedValues] = []

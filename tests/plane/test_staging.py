@@ -48,19 +48,6 @@ def assert_staged(staged: StagedValues, num_pages: int) -> None:
         assert torch.equal(values[:, : num_pages * SMALL.page_size], expected), tensor
 
 
-def test_stored_pages_are_staged_layer_by_layer(plane: DataPlane) -> None:
-    hashes = page_hashes(NUM_PAGES)
-    store(plane, hashes[:12])
-    _, staged = stage(plane, hashes)
-    assert staged.end == "landed"
-    assert_staged(staged, 12)
-
-
-def test_nothing_is_staged_of_pages_that_are_not_stored(plane: DataPlane) -> None:
-    _, staged = stage(plane, page_hashes(3, "other"))
-    assert (staged.num_pages, staged.end, staged.reason) == (0, "missed", "")
-
-
 @pytest.mark.parametrize(
     ("num_pages", "num_found", "reason", "end"),
     [
@@ -106,7 +93,7 @@ def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(url: str,
         for work in works[1:]:
             plane.unstage(work)
         _, none = stage(plane, page_hashes(3, "other"))
-        assert none.num_pages == 0
+        assert (none.num_pages, none.end, none.reason) == (0, "missed", "")
         assert_staged(staged, NUM_PAGES)
         plane.unstage(later)
         # There was room for one of them in all: a staging of other pages shows that nobody holds it any more.
@@ -133,14 +120,16 @@ def test_each_staging_of_the_same_pages_has_its_own_reason(plane: DataPlane) -> 
             plane.unstage(each)
 
 
-@pytest.mark.usefixtures("launcher")
-def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPlane, launcher: Launcher) -> None:
+def test_pages_are_staged_layer_by_layer_and_stay_readable_when_the_data_plane_has_ended(
+    plane: DataPlane, launcher: Launcher
+) -> None:
     hashes = page_hashes(NUM_PAGES)
-    store(plane, hashes)
+    store(plane, hashes[:12])
     _, staged = stage(plane, hashes)
+    assert staged.end == "landed"
     launcher.started[-1].kill()
     assert launcher.started[-1].join(WAIT_S)
-    assert_staged(staged, NUM_PAGES)
+    assert_staged(staged, 12)
 
 
 class Turns:
@@ -229,8 +218,12 @@ async def test_prompts_take_a_share_of_the_room_together_and_one_alone_takes_all
     assert turns.began == [all_of_it, *others]
 
 
-async def test_a_turn_that_comes_as_its_staging_ends_is_given_back(turns: Turns) -> None:
+async def test_who_gets_no_turn_in_time_leaves_and_one_that_comes_at_the_end_is_given_back(turns: Turns) -> None:
     present = await turns.begin(16)
+    late = turns.turns.enter(2, 256, needs_link=True)
+    with pytest.raises(TimeoutError):
+        await turns.turns.wait(late, time.monotonic() + 0.01)
+    assert turns.turns.pages_ahead == 16
     waiting = turns.turns.enter(2, 256, needs_link=True)
     task = asyncio.create_task(turns.turns.wait(waiting, time.monotonic() + WAIT_S))
     await turns.settle()
@@ -240,12 +233,3 @@ async def test_a_turn_that_comes_as_its_staging_ends_is_given_back(turns: Turns)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert turns.turns._used_bytes == turns.turns.pages_ahead == 0
-
-
-async def test_who_gets_no_turn_in_time_leaves(turns: Turns) -> None:
-    await turns.begin(16)
-    late = turns.turns.enter(2, 0, needs_link=True)
-    with pytest.raises(TimeoutError):
-        await turns.turns.wait(late, time.monotonic() + 0.01)
-    assert turns.turns.pages_ahead == 16
-    assert not turns.turns._waiting

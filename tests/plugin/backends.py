@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
@@ -33,12 +33,34 @@ from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import page_hashes
 
+P = TypeVar("P")
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
 
 
 def values_in(pages: HostPages, tensor: TensorName, which: Sequence[int]) -> torch.Tensor:
     """Return a copy of some pages of a pool, ``(pages, page_size, layers, heads, dim)``."""
     return pages.views[TENSORS.index(tensor)][list(which)].view(pages.geometry.torch_dtype)
+
+
+def bare(kind: type[P], attributes: Mapping[str, Any]) -> P:
+    """Return one of SGLang's pools with only what the backend reads: its constructor is not called."""
+    pool = object.__new__(kind)
+    for name, value in attributes.items():
+        setattr(pool, name, value)
+    return pool
+
+
+def shape_of(layout: str, layers: int, heads: int, dim: int) -> tuple[int, ...]:
+    return {
+        "layer_first": (layers, POOL_PAGES * PAGE_SIZE, heads, dim),
+        "page_first": (POOL_PAGES * PAGE_SIZE, layers, heads, dim),
+        "page_first_direct": (POOL_PAGES, layers, PAGE_SIZE, heads, dim),
+        "page_head": (POOL_PAGES, heads, PAGE_SIZE, layers, dim),
+    }[layout]
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_pool(
@@ -50,20 +72,9 @@ def make_pool(
     is_shared: bool = True,
     **changes: Any,
 ) -> MHATokenToKVPoolHost:
-    """Return one of SGLang's host pools, filled with numbers, with only what the backend reads. ``is_shared``: whether
-    the data plane can map it, as where SGLang was started with our backend."""
-
-    def buffer(dim: int, sign: int) -> torch.Tensor:
-        shape = {
-            "layer_first": (LAYERS, POOL_PAGES * PAGE_SIZE, HEADS, dim),
-            "page_first": (POOL_PAGES * PAGE_SIZE, LAYERS, HEADS, dim),
-            "page_first_direct": (POOL_PAGES, LAYERS, PAGE_SIZE, HEADS, dim),
-            "page_head": (POOL_PAGES, HEADS, PAGE_SIZE, LAYERS, dim),
-        }[layout]
-        return sign * torch.randn(shape, generator=torch.Generator().manual_seed(dim))
-
-    kind = kind or (MHATokenToKVPoolHost if k_dim == v_dim else AsymmetricMHATokenToKVPoolHost)
-    pool = object.__new__(kind)
+    """Return one of SGLang's host pools, filled with numbers. ``is_shared``: whether the data plane can map it, as
+    where SGLang was started with our backend."""
+    k, v = (numbers(shape_of(layout, LAYERS, HEADS, dim), seed=dim) for dim in (k_dim, v_dim))
     attributes: dict[str, Any] = dict(
         layout=layout,
         page_size=PAGE_SIZE,
@@ -71,31 +82,23 @@ def make_pool(
         layer_num=LAYERS,
         target_layer_num=LAYERS,
         start_layer=0,
-        kv_buffer=(buffer(k_dim, 1), buffer(v_dim, -1)),
+        kv_buffer=(k, -v),
         device_k_buffers=(torch.empty(0),),
     )
-    for name, value in (attributes | changes).items():
-        setattr(pool, name, value)
+    kind = kind or (MHATokenToKVPoolHost if k_dim == v_dim else AsymmetricMHATokenToKVPoolHost)
+    pool = bare(kind, attributes | changes)
     if is_shared:
         pool.kv_buffer = share(pool, *pool.kv_buffer)
     return pool
 
 
 def share(pool: Any, *buffers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return copies of a pool's buffers as SGLang allocates them for our backend."""
     pool.allocator = ShmHostTensorAllocator()
     return tuple(pool.allocator.allocate(tuple(x.shape), x.dtype, "cpu").copy_(x) for x in buffers)
 
 
 def make_mla_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.float32) -> MLATokenToKVPoolHost:
-    """Return one of SGLang's host pools for MLA, filled with numbers, with only what the backend reads."""
     latent, rotated = 48, 16
-    shape = {
-        "layer_first": (LAYERS, POOL_PAGES * PAGE_SIZE, 1, latent + rotated),
-        "page_first": (POOL_PAGES * PAGE_SIZE, LAYERS, 1, latent + rotated),
-        "page_first_direct": (POOL_PAGES, LAYERS, PAGE_SIZE, 1, latent + rotated),
-    }[layout]
-    pool = object.__new__(MLATokenToKVPoolHost)
     attributes: dict[str, Any] = dict(
         layout=layout,
         page_size=PAGE_SIZE,
@@ -106,12 +109,10 @@ def make_mla_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.
         layer_num=LAYERS,
         target_layer_num=LAYERS,
         start_layer=0,
-        kv_buffer=torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype),
         device_kv_buffers=(torch.empty(0),),
     )
-    for name, value in attributes.items():
-        setattr(pool, name, value)
-    (pool.kv_buffer,) = share(pool, pool.kv_buffer)
+    pool = bare(MLATokenToKVPoolHost, attributes)
+    (pool.kv_buffer,) = share(pool, numbers(shape_of(layout, LAYERS, 1, latent + rotated), seed=0).to(dtype))
     return pool
 
 
@@ -126,13 +127,7 @@ def make_fp8_pool(dtype: torch.dtype) -> MHATokenToKVPoolHost:
 def make_side_pool(seed: int = 0, layout: str = "page_first_direct", **changes: Any) -> MHATokenToKVPoolHost:
     """Return one of SGLang's pools, filled with numbers, with only what its whole pages need."""
     layers, heads, dim = 2, 2, 16
-    shape = {
-        "layer_first": (2, layers, POOL_PAGES * PAGE_SIZE, heads, dim),
-        "page_first": (2, POOL_PAGES * PAGE_SIZE, layers, heads, dim),
-        "page_first_direct": (2, POOL_PAGES, layers, PAGE_SIZE, heads, dim),
-    }[layout]
-    pool = object.__new__(MHATokenToKVPoolHost)
-    attributes = dict(
+    attributes: dict[str, Any] = dict(
         layout=layout,
         page_size=PAGE_SIZE,
         dtype=torch.bfloat16,
@@ -141,15 +136,12 @@ def make_side_pool(seed: int = 0, layout: str = "page_first_direct", **changes: 
         head_dim=dim,
         device="cpu",
         pin_memory=False,
-        kv_buffer=torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16),
+        kv_buffer=numbers((2, *shape_of(layout, layers, heads, dim)), seed).to(torch.bfloat16),
     )
-    for name, value in (attributes | changes).items():
-        setattr(pool, name, value)
-    return pool
+    return bare(MHATokenToKVPoolHost, attributes | changes)
 
 
 def make_states(conv_dtype: torch.dtype = torch.bfloat16, **changes: Any) -> MambaPoolHost:
-    """Return a pool of random states, as those of a hybrid model with two layers that have states."""
     info = MambaStateBufferInfo(temporal=torch.randn(2, 4, 2, 6, 5), conv=(torch.randn(2, 4, 7, 3).to(conv_dtype),))
     settings: dict[str, Any] = dict(device_capacity=4, pin_memory=False, layout="page_first_direct")
     pool = MambaPoolHost(info, 1.0, 0, **settings | changes)
@@ -160,7 +152,6 @@ def make_states(conv_dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Mam
 def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
     """Return a pool of random indexer keys beside a pool of latent vectors, as DeepSeek V3.2 has them. SGLang's device
     pool needs a GPU: its constructor is not called."""
-    device = object.__new__(DSATokenToKVPool)
     buffers = [torch.zeros(1, dtype=torch.uint8) for _ in range(3)]
     attributes: dict[str, Any] = dict(
         device="cpu",
@@ -175,7 +166,7 @@ def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
         skip_topk_layers=[False, True, False],
         index_key_cache=SimpleNamespace(buffer=buffers),
     )
-    vars(device).update(attributes)
+    device = bare(DSATokenToKVPool, attributes)
     kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
     pool = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), kv_pool, pin_memory=False)
     fill(pool.index_k_with_scale_buffer)

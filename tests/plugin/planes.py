@@ -118,16 +118,12 @@ class Served:
 
     @property
     def service(self) -> Service:
-        """The last one."""
         return self.services[-1]
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """On the last one's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loops[-1]).result(WAIT_S)
 
     def write_all(self) -> None:
-        """Wait until the last one has written all pages that were queued."""
-
         async def write_all() -> None:
             for _ in range(8):  # it reads what it was sent
                 await asyncio.sleep(0)

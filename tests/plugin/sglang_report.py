@@ -24,7 +24,6 @@ Row = tuple[str, str, str | None, str]  # kind and path, what it is for, what is
 
 
 def installed_places() -> list[Place]:
-    """Return the places that hold for the installed SGLang."""
     places = [place for place in PLACES if table_version() in place.versions]
     return [place for place in places if place.patch is None or has(place.patch)]
 
@@ -62,7 +61,6 @@ def _mentioned(target: Any) -> set[str]:
 
 
 def read_tables() -> list[Row]:
-    """Check each seam and place of the installed SGLang."""
     seams = [
         (f"seam {seam.path}", seam.hook, check_name(seam.path), _signature(seam.path))
         for seam in installed_seams([*SEAMS, *CPU_SEAMS])

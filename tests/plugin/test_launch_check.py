@@ -78,8 +78,6 @@ BUCKET = {"store": "s3://bucket/prefix", "index": "redis://index", "s3": {"regio
         (BUCKET | {"index": "http://index"}, "the index's URL"),
         ({"store": "http://kv:99999"}, "'http://kv:99999' is malformed: Port out of range"),
         ({"store": "http://me:secret@kv:8700"}, "must not contain a user or a password"),
-        ({"store": "file:///kv"}, "run `kvfetch serve /kv --port 8700`, and use http://127.0.0.1:8700"),
-        (STORE | {"quantisor": "exact"}, "unknown key 'quantisor' .*'exact'.* 'quantiser'"),
         (STORE | {"codec": "gif"}, "codec = 'gif': .*hevc"),
         ("{not JSON", "{not JSON.*expected a JSON object|expected a JSON object.*{not JSON"),
         ("[1]", r"\[1\].*JSON object|JSON object.*\[1\]"),
@@ -257,11 +255,6 @@ def test_the_config_may_be_a_file(tmp_path: Path) -> None:
     file.write_text('store = "ftp://127.0.0.1:1"\n')
     with pytest.raises(ConfigError, match="ftp://127"):
         check_launch(_args(f"@{file}"))
-
-
-def test_the_command_line_ends_with_the_message() -> None:
-    with pytest.raises(SystemExit, match=r"^sgl_kvfetch: .*add --enable-hierarchical-cache$"):
-        gate_command_line(_args(enable_hierarchical_cache=False, pp_size=2), [])
 
 
 @pytest.mark.parametrize(

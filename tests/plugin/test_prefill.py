@@ -25,19 +25,14 @@ def fed(*sizes: int) -> PrefillSpeed:
     return speed
 
 
-def test_there_is_no_estimate_before_a_batch() -> None:
+def test_until_there_are_a_few_batches_the_fastest_counts() -> None:
+    """The first one compiles kernels. There is no estimate before it."""
     speed = PrefillSpeed()
     speed.add_batch(0, 1.0)
     speed.add_batch(100, 0.0)
     assert speed.seconds_for(100) is None
-    speed.add_batch(100, seconds(100))
-    assert speed.seconds_for(100) == pytest.approx(seconds(100))
-
-
-def test_until_there_are_a_few_batches_the_fastest_counts() -> None:
-    """The first one compiles kernels."""
-    speed = PrefillSpeed()
     speed.add_batch(1000, 9.0)
+    assert speed.seconds_for(1000) == pytest.approx(9.0)
     for _ in range(MIN_BATCHES - 2):
         speed.add_batch(1000, seconds(1000))
         assert speed.seconds_for(1000) == pytest.approx(seconds(1000))

@@ -38,7 +38,6 @@ class Group:
 
 
 def run_ranks(size: int, take: TakeProfile) -> list[str]:
-    """Return the path that each rank takes, or its error."""
     shared, barrier = [None] * size, threading.Barrier(size)
 
     def run(rank: int) -> str:

@@ -45,14 +45,10 @@ def in_the_pool(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...] | None]
     return layers
 
 
-def test_a_profile_gives_its_quantiser(config: KVFetchConfig) -> None:
-    quantiser = engine_quantiser(config, rank(), GEOMETRY, 0)
-    assert isinstance(quantiser, KltQuantiser)
-    assert quantiser.step == make_profile(cell_heads=2).step_for(None)
-
-
 def test_ranks_that_cut_a_cell_are_refused(config: KVFetchConfig) -> None:
     whole = engine_quantiser(config, rank(), GEOMETRY, 0)
+    assert isinstance(whole, KltQuantiser)
+    assert whole.step == make_profile(cell_heads=2).step_for(None)
     second = engine_quantiser(config, rank(1, 2), replace(GEOMETRY, num_heads=2), 0)
     assert second.identity == whole.identity
     with pytest.raises(ConfigError, match="calibrate again with --tp-size"):

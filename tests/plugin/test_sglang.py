@@ -10,7 +10,7 @@ import pytest
 
 import sgl_kvfetch.plugin
 import sglang_on_cpu
-from sgl_kvfetch.plugin.seams import GATE, SEAMS, Seam, check_name, check_seams, find, has, installed_seams
+from sgl_kvfetch.plugin.seams import SEAMS, Seam, check_name, check_seams, find, has, installed_seams
 from sglang_on_cpu.seams import SEAMS as CPU_SEAMS
 from tests.plugin.sglang_places import PLACES
 from tests.plugin.sglang_report import Row, fault, installed_places, report
@@ -23,7 +23,6 @@ ENGINE_FILES = sorted(Path(sglang_on_cpu.__file__).parent.rglob("*.py"))
 
 
 def _sglang_imports(file: Path) -> set[str]:
-    """Return the dotted names that a file imports from SGLang."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
@@ -43,12 +42,6 @@ def test_every_import_from_sglang_is_in_the_table(file: Path) -> None:
     paths = [place.path for place in PLACES]
     absent = [n for n in _sglang_imports(file) if not any(p == n or p.startswith(n + ".") for p in paths)]
     assert not absent
-
-
-def test_nothing_outside_the_plugin_imports_sglang() -> None:
-    package = Path(sgl_kvfetch.plugin.__file__).parent.parent
-    others = [file for file in package.rglob("*.py") if file not in PLUGIN_FILES]
-    assert {file: names for file in others if (names := _sglang_imports(file))} == {}
 
 
 @pytest.mark.parametrize("seam", installed_seams([*SEAMS, *CPU_SEAMS]), ids=lambda s: s.path.rpartition(".")[2])
@@ -82,13 +75,6 @@ def test_a_place_that_moved_is_one_message(change: dict[str, Any], message: str)
     place = next(place for place in PLACES if place.path.endswith(".add_cli_args"))
     assert fault(place) is None
     assert message in (fault(dataclasses.replace(place, **change)) or "")
-
-
-def test_a_seam_without_its_target_is_one_message() -> None:
-    seam = installed_seams(GATE)[0]
-    moved = dataclasses.replace(seam, path="sglang.srt.server_args.ServerArgs.no_such")
-    assert check_name(seam.path) is None
-    assert "sglang.srt.server_args.ServerArgs.no_such not found" in (check_name(moved.path) or "")
 
 
 @pytest.fixture

@@ -17,20 +17,17 @@ from sglang.srt.mem_cache import hicache_storage
 from harness.beside import environment
 from harness.sglang_beside import install_sglang_beside
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin import versions
 from sgl_kvfetch.plugin.seams import SEAMS, Seam
 from sgl_kvfetch.plugin.versions import (
     NEWEST,
     SGLANG_VERSIONS,
     announce_pools,
-    before,
     budget_pages,
     dcp_size,
     fence_writes,
     installed_version,
     is_deadline_expired,
     require_distinct_images,
-    since,
     table_version,
     wait_for_layers,
 )
@@ -81,12 +78,6 @@ def test_rows_name_supported_releases() -> None:
     rows: tuple[Seam | Place, ...] = (*TABLES, *PLACES)
     assert [row.path for row in rows if not row.versions] == []  # they can go
     assert [row.path for row in rows if not set(row.versions) <= set(SGLANG_VERSIONS)] == []
-
-
-def test_rows_that_hold_since_a_release_hold_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "SGLANG_VERSIONS", ("0.5.9", "0.5.23", "0.6.0"))
-    assert since("0.5.23") == ("0.5.23", "0.6.0")
-    assert before("0.5.23") == ("0.5.9",)
 
 
 def test_an_unknown_release_is_held_against_the_newest_rows(monkeypatch: pytest.MonkeyPatch) -> None:

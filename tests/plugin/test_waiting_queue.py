@@ -127,14 +127,6 @@ def test_the_queue_is_complete_after_forming_a_batch_raises(scheduler: Scheduler
     assert scheduler.waiting == [1, 2, 3, 4]
 
 
-def test_a_new_list_of_sglangs_is_taken_over(scheduler: Scheduler) -> None:
-    scheduler.linker.park(2)
-    scheduler.step()
-    scheduler.waiting_queue = scheduler.waiting_queue[1:]
-    assert scheduler.step() == [3, 4]
-    assert scheduler.waiting == [2, 3, 4]
-
-
 def test_the_linker_is_told_who_arrives_again_and_who_leaves(scheduler: Scheduler) -> None:
     scheduler.step(1)
     assert scheduler.linker.retained == {"1", "2", "3", "4"}

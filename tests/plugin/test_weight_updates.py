@@ -2,7 +2,6 @@
 # Access stands in for the backend's.
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,13 +46,6 @@ def test_every_backend_is_suspended_once_and_told_what_to_do() -> None:
         assert len(backend.reasons) == 1
         for words in ("UpdateWeightsFromSomewhere", "detach", "attach", "model_id", "restart"):
             assert words in backend.reasons[0]
-
-
-def test_a_backend_that_is_gone_is_forgotten() -> None:
-    weight_updates.register_access(Access(), None)
-    gc.collect()
-    assert not weight_updates._state.accesses
-    weight_updates.weights_change("x")
 
 
 def test_changed_weights_need_a_name_that_is_new() -> None:

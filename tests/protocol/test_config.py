@@ -16,24 +16,17 @@ S3 = {"store": "s3://bucket/prefix"}
 
 def test_defaults_and_sglangs_own_keys() -> None:
     config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True})
-    assert config.quantiser_name == "exact"
-    assert config.codec == "ans"
-    assert config.reads
-    assert config.writes
+    assert (config.quantiser_name, config.codec, config.reads, config.writes) == ("exact", "ans", True, True)
 
 
-def test_auto_takes_what_klt_takes() -> None:
-    auto = parse_config(STORE | {"quantiser": "auto", "target_kl": 1e-3, "levels": {}})
-    assert (auto.quantiser_name, auto.with_profile("p").quantiser_name) == ("klt", "klt")
-    assert auto.with_profile("p").target_kl == 1e-3
+def test_a_profile_makes_klt_the_default_and_auto_takes_what_klt_takes() -> None:
+    assert parse_config(STORE | {"profile": "p"}).quantiser_name == "klt"
+    from_store, auto = (
+        parse_config(STORE | {"quantiser": name, "target_kl": 1e-3, "levels": {}}) for name in ("klt", "auto")
+    )
+    assert (from_store.quantiser_name, from_store.profile, auto.quantiser_name) == ("klt", None, "klt")
+    assert (auto.with_profile("p").quantiser_name, auto.with_profile("p").target_kl) == ("klt", 1e-3)
     assert auto.as_exact == parse_config(STORE | {"quantiser": "exact"})
-
-
-def test_a_profile_makes_klt_the_default() -> None:
-    config = parse_config(STORE | {"profile": "p"})
-    assert config.quantiser_name == "klt"
-    from_store = parse_config(STORE | {"quantiser": "klt", "target_kl": 1e-3, "levels": {}})
-    assert (from_store.quantiser_name, from_store.profile) == ("klt", None)
 
 
 def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +46,12 @@ def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch
         ({"codec": "h264"}, "codec = 'h264': .*ans, hevc, hevc420, zstd, deflate, raw"),
         ({"quantiser": "int4"}, "quantiser = 'int4': .*exact, uint8, cachegen, klt, auto"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
-        ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
         (
             {"quantiser": "cachegen(k=300;v=16)"},
             r"quantiser = 'cachegen\(k=300;v=16\)': .*k_bins = \[300\]: .* 4 to 256",
         ),
-        ({"quantiser": "cachegen(16)"}, r"quantiser = 'cachegen\(16\)': .* is unknown"),
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"quantiser": "auto", "profile": "p"}, "'auto' takes its profile from the store: leave out profile"),
-        ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
         ({"store": "ftp://x"}, "store = 'ftp://x': expected one URL: http://"),
         ({"store": ["http://x", "http://y"]}, r"store = \['http://x', 'http://y'\]: expected one URL: http://"),
@@ -86,8 +76,6 @@ def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch
         ({"levels.count": 2}, r'unknown key .levels.count.; write it as {"levels": {"count": \.\.\.}}'),
         ({"device": {"poolshare": 1}}, r"unknown key 'device.poolshare' \(= 1\); did you mean 'pool_share'"),
         ({"recompute": "always"}, "recompute = 'always': .*'auto' or 'never'"),
-        (S3 | {"indx": "redis://x"}, "unknown key 'indx'; did you mean 'index'"),
-        ({"audit": 0.5}, r"unknown key 'audit' \(= 0.5\); did you mean 'audit_share'"),
         ({"audit_share": 2}, "audit_share = 2: .*less than or equal to 1"),
         ({"device": 0.5}, "device = 0.5: it has keys of its own; .*known keys are pool_share"),
         (S3 | {"index": {"url": "redis://x"}}, r"index = \(hidden\): .*valid string"),
@@ -126,16 +114,10 @@ def test_a_store_may_be_a_bucket_with_an_index() -> None:
     assert "pass" not in repr(config)
 
 
-def test_a_time_to_live_is_in_seconds_or_has_a_unit() -> None:
+def test_times_and_sizes_may_have_a_unit() -> None:
     for ttl in ("1d", 86400):
         assert parse_config(STORE | {"ttl_s": ttl}).ttl_s == 86400.0
-
-
-def test_sizes_have_a_unit() -> None:
-    sizes = {
-        "memory_cache": "16MB",
-    }
-    config = parse_config(STORE | sizes)
+    config = parse_config(STORE | {"memory_cache": "16MB"})
     assert config.memory_cache == 16_000_000
     for each in (config, parse_config(STORE | {"memory_cache": 0})):
         sent = each.model_dump(mode="json", exclude_unset=True)  # to the data plane

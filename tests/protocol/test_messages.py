@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -93,13 +92,6 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_sent(monkeypatch: py
     assert found == m.Stage(1, bytes(1000))
     with pytest.raises(FormatError, match=r"a Stage of 10[0-9][0-9] bytes; messages have at most 1024"):
         m.encode(m.Stage(1, bytes(1024)))
-
-
-def test_namespaces_survive_encoding() -> None:
-    (start,) = m.MessageReader[m.Command](m.Command).feed(m.encode(COMMANDS[0]))
-    assert isinstance(start, m.Start)
-    assert start.namespace.digest() == NAMESPACE.digest()
-    assert msgspec.structs.asdict(start)["version"] == m.VERSION
 
 
 def test_text_that_is_no_unicode_is_refused() -> None:

@@ -74,12 +74,7 @@ class Finding:
     """A finder at work, and its events."""
 
     def __init__(
-        self,
-        config: KVFetchConfig,
-        folder: Path,
-        *,
-        weights: str = "",
-        target_kl: float | None = None,
+        self, config: KVFetchConfig, folder: Path, *, weights: str = "", target_kl: float | None = None
     ) -> None:
         needs = ProfileNeeds(SMALL if weights else OF_MODEL, (0,), 0, 0, 1, target_kl)
         watch = m.Watch(weights or fingerprint_model(str(folder)), str(folder), "tiny", needs)
@@ -191,34 +186,21 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
     await store.close()
 
 
-async def test_a_neighbour_that_is_sooner_ends_the_calibration(
-    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path
-) -> None:
-    weights = fingerprint_model(str(model))
-    async with finding(config, model) as found:
-        await found.begin_paused()
-        assert found.process is not None
-        pid, store = found.process.pid, open_remote(config.store)
-        name = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
-        await store.close()
-        digest = await found.found()
-    assert name == f"{weights}/{digest}"
-    assert not _exists(f"/proc/{pid}")
-    assert not list((cache / "calibrations").iterdir())
-
-
-async def test_one_that_does_not_fit_ends_no_calibration(
+async def test_a_neighbour_that_is_sooner_ends_the_calibration_if_its_profile_fits(
     model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that was made for other TP sizes."""
     weights, store = fingerprint_model(str(model)), open_remote(config.store)
-    name = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
+    other = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)  # as for other TP sizes
     async with finding(config, model) as found:
         await found.begin_paused()
-        assert f"profile {name} is passed over: profile " in caplog.text
+        assert f"profile {other} is passed over: profile " in caplog.text
         assert not found.events
-        fitting = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
-        assert fitting == f"{weights}/{await found.found()}"
+        assert found.process is not None
+        pid = found.process.pid
+        name = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
+        assert name == f"{weights}/{await found.found()}"
+    assert not _exists(f"/proc/{pid}")
+    assert not list((cache / "calibrations").iterdir())
     await store.close()
 
 

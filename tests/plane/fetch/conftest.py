@@ -200,7 +200,6 @@ def wanted(made: CodedSegment) -> list[PageSource]:
 
 
 def measured_link(size_bytes: int, bytes_per_s: float, num_transfers: int = 1) -> Link:
-    """Return a link that has carried transfers of this size and speed one after another, until now."""
     seconds = size_bytes / bytes_per_s
     ahead_s = -num_transfers * seconds
     link = Link(lambda: time.monotonic() + ahead_s)

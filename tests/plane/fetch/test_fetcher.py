@@ -37,20 +37,18 @@ from tests.segments import SMALL, make_segment
 @pytest.mark.parametrize(
     "pages", [range(8), range(3), range(5, 8), range(1, 6), [3]], ids=["all", "start", "end", "middle", "one"]
 )
-async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segment, pages: Sequence[int]) -> None:
-    pool = PoisonedPool(32)
+async def test_pages_land_where_they_are_wanted(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, pages: Sequence[int]
+) -> None:
+    """Computing would take longer, and only the spans that are needed are read."""
+    wanted, pool = sources(segment, pages), PoisonedPool(32)
     pool_pages = [31 - 2 * i for i in range(len(pages))]
-    result = await fetch(fetcher, sources(segment, pages), pool, pool_pages)
+    result = await fetcher.fetch(wanted, PoolPages(pool, pool_pages), WAIT_S, compute_s=WAIT_S)
     assert result == FetchResult(len(pages))
     assert holds(pool, segment, pages, pool_pages)
     assert all(pool.is_poisoned(page) for page in set(range(32)) - set(pool_pages))
-
-
-async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    units = {span: read_units(sources(segment, [0])[0].reader, span, ReadSize(600)) for span in range(4)}
-    assert all(len(u) > 1 for u in units.values())
-    await fetch(fetcher, sources(segment, [2, 3, 4]), PoisonedPool(3), [0, 1, 2])
-    assert store.num_gets == len(units[1]) + len(units[2])
+    spans = {page // 2 for page in pages}
+    assert store.num_gets == sum(len(read_units(wanted[0].reader, span, ReadSize(600))) for span in spans)
 
 
 async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
@@ -75,21 +73,6 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
         num_gets = store.num_gets
         assert (await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
         assert (store.num_gets == num_gets) == is_kept
-
-
-async def test_a_failed_read_ahead_is_not_kept_for_a_fetch(
-    fetcher: Fetcher, segment: Segment, store: SpoiltStore
-) -> None:
-    """The store may be back, and a segment that was deleted as damaged may have been written again."""
-    store.fail_from = 0
-    wanted = sources(segment, range(2))
-    fetcher.reads.read_ahead(wanted, expire_s=60)
-    await until(lambda: store.num_gets > 0 and fetcher.link.outstanding_bytes == 0)
-    store.fail_from = None
-    pool = PoisonedPool(2)
-    assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
-    assert holds(pool, segment, range(2), range(2))
-    await assert_nothing_held(fetcher)
 
 
 async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
@@ -131,16 +114,6 @@ async def test_a_reader_whose_link_garbles_everything_deletes_nothing(
     assert {info.name async for info in store.list() if info.name.endswith(".kvm")} == set(names)
 
 
-async def test_a_segment_that_the_store_finds_damaged_is_deleted(
-    fetcher: Fetcher, segment: Segment, store: SpoiltStore
-) -> None:
-    store.flip_from, store.is_damaged = 0, True
-    await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
-    await until_idle()
-    store.flip_from = None
-    assert [info.name async for info in store.list()] == [segment[0].data_name]
-
-
 async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
     segment: Segment, store: SpoiltStore, make_fetcher: MakeFetcher
 ) -> None:
@@ -178,26 +151,19 @@ async def test_reports_are_bounded(store: SpoiltStore, make_fetcher: MakeFetcher
     assert len(store.reports) == 5
 
 
-async def test_who_may_not_write_reports_nothing(
-    segment: Segment, store: SpoiltStore, make_fetcher: MakeFetcher
-) -> None:
-    store.flip_from = 0
-    fetcher = make_fetcher(inflight_bytes=4000, may_delete=False)
-    await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
-    await until_idle()
-    assert store.reports == []
-
-
-async def test_a_missing_object_is_a_miss_and_is_reported(
-    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+@pytest.mark.parametrize("may_delete", [True, False])
+async def test_a_missing_object_is_a_miss_and_is_reported_by_who_may_write(
+    make_fetcher: MakeFetcher, segment: Segment, store: SpoiltStore, may_delete: bool
 ) -> None:
     (store.root / segment[0].data_name).unlink()
+    fetcher = make_fetcher(inflight_bytes=4000, may_delete=may_delete)
     result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), list(range(8)))
     assert result.num_pages == 0
     assert isinstance(result.failures[0], StoreError)
     assert result.failures[0].reason == "missing"
     await until_idle()
-    assert store.reports == [segment[0].manifest.key.manifest_name]  # or lookups would name it for ever
+    # Or lookups would name it for ever.
+    assert store.reports == [segment[0].manifest.key.manifest_name] * may_delete
 
 
 async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
@@ -240,7 +206,6 @@ async def test_pages_that_are_not_fetched_measure_the_link(
 async def test_a_fetch_ends_once_the_rest_would_be_computed_sooner(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has come counts."""
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
     get, present_bps = store.get, fetcher.link.present_bps
     silent_from = sum(map(wanted[0].reader.coded_bytes, wanted[0].reader.span_cells(0)))
@@ -261,12 +226,6 @@ async def test_a_fetch_ends_once_the_rest_would_be_computed_sooner(
     assert result == FetchResult(2, late=True)
     assert holds(pool, segment, range(2), range(2))
     await assert_nothing_held(fetcher)  # nor is the rest read ahead
-
-
-async def test_a_fetch_goes_on_while_computing_would_take_longer(fetcher: Fetcher, segment: Segment) -> None:
-    wanted, pool = sources(segment, range(8)), PoisonedPool(8)
-    result = await fetcher.fetch(wanted, PoolPages(pool, range(8)), WAIT_S, compute_s=WAIT_S)
-    assert result == FetchResult(8)
 
 
 async def test_the_link_is_left_to_others_once_all_is_requested(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import xxhash
 
 from harness.metrics import own_metric
 from harness.small_segments import expiring, put_segment
@@ -18,15 +16,14 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
+from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import reasons_here
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.remote import Breaker
-from sgl_kvfetch.tools.encoder import make_targets, transcode
-from tests.segments import make_heads, make_segment, page_hashes
+from tests.segments import as_newer, make_heads, make_segment, page_hashes
 
 NUM_PAGES = 8
 
@@ -39,10 +36,6 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
     await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
     yield store
     await store.close()
-
-
-def _unexpected(fault: KVFetchError) -> None:
-    raise fault
 
 
 def finder(store: LocalStore, heads: HeadSlice | None = None) -> tuple[PageFinder, list[KVFetchError]]:
@@ -76,6 +69,8 @@ async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, mo
     hashes = page_hashes(NUM_PAGES)
     found = await pages.find_pages([*hashes, bytes(32)], WAIT_S)
     assert [source.page for source in found] == list(range(NUM_PAGES))
+    again = await pages.find_pages(hashes, WAIT_S)
+    assert {source.reader for source in [*found, *again]} == {found[0].reader}  # requests share manifests
 
     async def fail(*args: object) -> Lookup:
         raise StoreError("server", "not to be asked")
@@ -103,18 +98,22 @@ async def test_expired_pages_are_not_recalled(store: LocalStore, later: Callable
     assert await pages.recall(hashes, WAIT_S) == []
 
 
-async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> None:
-    coded, _ = make_segment(num_pages=NUM_PAGES)
-    coded = transcode(coded.manifest, coded.data, make_targets(["hevc", "hevc420"], ["240p"]))
-    store = LocalStore(tmp_path)
-    for name, data in coded.data_objects():
-        await store.put(name, data)
-    await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
-    for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
-        finder = PageFinder(store, make_heads(), make_quantiser("exact"), _unexpected, engine_codecs=engine_codecs)
-        found = await finder.find_pages(page_hashes(NUM_PAGES), WAIT_S)
-        assert {source.reader.variant.codec for source in found} == {expected}
-    await store.close()
+def test_a_breaker_opens_after_failures_in_a_row_and_backs_off() -> None:
+    breaker = Breaker(threshold=2, first_pause_s=1.0, longest_pause_s=3.0)
+    breaker.failed(0.0)
+    breaker.succeeded()
+    breaker.failed(0.0)
+    assert not breaker.is_open(0.0)
+    breaker.failed(10.0)
+    assert breaker.is_open(10.9)
+    assert not breaker.is_open(11.0)
+    breaker.failed(11.0)
+    assert breaker.is_open(12.9)
+    breaker.failed(13.0)
+    assert breaker.is_open(15.9)
+    assert not breaker.is_open(16.0)
+    breaker.succeeded()
+    assert not breaker.is_open(16.0)
 
 
 async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore) -> None:
@@ -132,33 +131,26 @@ async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore)
     assert caught.value.reason == "skipped"
 
 
-async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seed", "kv_dtype", "fault"),
+    [
+        ("", "float16", "kv_dtype is 'bfloat16', expected 'float16'"),
+        ("others", "bfloat16", "other pages than the lookup requested"),
+    ],
+)
+async def test_a_store_that_answers_with_what_was_not_asked_for(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, seed: str, kv_dtype: str, fault: str
 ) -> None:
-    """A store that answers with what was not asked for."""
     theirs = await store.lookup(make_heads().folder, page_hashes(NUM_PAGES))
-    mine = replace(make_heads(), namespace=replace(make_heads().namespace, kv_dtype="float16"))
+    mine = replace(make_heads(), namespace=replace(make_heads().namespace, kv_dtype=kv_dtype))
 
     async def answer(*args: object) -> Lookup:
         return theirs
 
     monkeypatch.setattr(store, "lookup", answer)
     pages, faults = finder(store, mine)
-    assert await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S) == []
-    assert isinstance(faults[0], NamespaceMismatchError)
-    assert "kv_dtype is 'bfloat16', expected 'float16'" in str(faults[0])
-
-
-async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = await store.lookup(make_heads().folder, page_hashes(NUM_PAGES))
-
-    async def answer(*args: object) -> Lookup:
-        return theirs
-
-    monkeypatch.setattr(store, "lookup", answer)
-    pages, faults = finder(store)
-    assert await pages.find_pages(page_hashes(NUM_PAGES, "others"), WAIT_S) == []
-    assert "other pages than the lookup requested" in str(faults[0])
+    assert await pages.find_pages(page_hashes(NUM_PAGES, seed), WAIT_S) == []
+    assert fault in str(faults[0])
 
 
 # A store that answers with manifests as large as they may be
@@ -166,22 +158,17 @@ async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypa
 
 def manifests(first_page: int, num_pages: int, padding: int, seed: str = "", shift: int = 0) -> list[bytes]:
     """Manifests of one page each, with so many bytes in a field that readers ignore."""
-    body = msgspec.msgpack.decode(make_segment(num_pages=1)[0].manifest.encode()[12:-16])
-    hashes = page_hashes(num_pages, seed, first_page)
+    manifest = make_segment(num_pages=1)[0].manifest
     previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
     made = []
-    for page, own in enumerate(hashes, first_page + shift):
-        place = {"first_page": page, "previous_hash": previous, "page_hashes": own, "later": bytes(padding)}
-        packed = msgspec.msgpack.encode(body | place)
-        head = struct.pack("<4sHHI", b"KVFM", 2, 0, len(packed)) + packed
-        made.append(head + xxhash.xxh3_128_digest(head))
+    for page, own in enumerate(page_hashes(num_pages, seed, first_page), first_page + shift):
+        there = msgspec.structs.replace(manifest, first_page=page, previous_hash=previous, page_hashes=(own,))
+        made.append(as_newer(there.encode(), msgspec.msgpack.encode(bytes(padding))))
         previous = own
     return made
 
 
 def answering(store: LocalStore, monkeypatch: pytest.MonkeyPatch, found: dict[bytes, bytes]) -> None:
-    """Let lookups answer with manifests by page hash."""
-
     async def answer(_: str, hashes: Sequence[bytes]) -> Lookup:
         return Lookup(tuple(SegmentHit(found[h], 0, 1) for h in itertools.takewhile(found.__contains__, hashes)))
 
@@ -212,14 +199,6 @@ async def test_manifests_in_use_have_a_budget_in_bytes(store: LocalStore, monkey
     assert [str(fault) for fault in faults] == [
         "manifests in use take 16777216 bytes; there is no room for one of 1001022 bytes"
     ]
-
-
-async def test_requests_for_the_same_pages_share_their_manifests(store: LocalStore) -> None:
-    pages, _ = finder(store)
-    first = await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
-    second = await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
-    assert {source.reader for source in first} == {source.reader for source in second}
-    assert len({source.reader for source in first}) == 1
 
 
 async def test_an_answer_whose_parts_are_not_neighbours_is_a_fault(

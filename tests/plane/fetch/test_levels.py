@@ -86,24 +86,17 @@ def same(a: CellValues, b: CellValues) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("tolerance", [NONE, ANY], ids=["by default", "with time"])
-async def test_all_levels_are_read_unless_they_are_late(
-    make_fetcher: MakeFetcher, laddered: CodedSegment, tolerance: Tolerance
-) -> None:
-    result, values = await fetched(make_fetcher(tolerance=tolerance), sources(laddered))
-    assert result == FetchResult(NUM_PAGES)
-    assert same(values, values_at(laddered, LEVELS))
-    assert not same(values, values_at(laddered, LEVELS - 1))
-
-
-@pytest.mark.parametrize("coarseness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("tolerance", "coarseness"), [*((Tolerance(count, 1e-9), count) for count in range(LEVELS)), (ANY, 0)]
+)
 async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
     make_fetcher: MakeFetcher,
     laddered: CodedSegment,
+    tolerance: Tolerance,
     coarseness: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fetcher = make_fetcher(tolerance=Tolerance(coarseness, 1e-9))
+    fetcher = make_fetcher(tolerance=tolerance)
     await fetched(fetcher, sources(laddered))  # measures the link
     traced = []
 
@@ -115,7 +108,8 @@ async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
     before = own_metric("sgl_kvfetch_read_cells_total", coarseness=str(coarseness))
     result, values = await fetched(fetcher, sources(laddered))
     assert result == FetchResult(NUM_PAGES)
-    assert same(values, values_at(laddered, LEVELS - coarseness))
+    is_at = [same(values, values_at(laddered, LEVELS - left_out)) for left_out in range(LEVELS)]
+    assert is_at == [left_out == coarseness for left_out in range(LEVELS)]
     num_cells = len(list(laddered.manifest.cells()))
     assert own_metric("sgl_kvfetch_read_cells_total", coarseness=str(coarseness)) == before + num_cells
     assert traced == [coarseness] * num_cells

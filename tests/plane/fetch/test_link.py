@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 
 
 class Clock:
@@ -55,16 +55,11 @@ async def test_four_reads_are_always_under_way(clock: Clock) -> None:
     await waiting
 
 
-async def test_what_failed_says_nothing_about_the_link(clock: Clock) -> None:
-    link = Link(clock.monotonic)
-    link.started(1000)
-    link.ended(1000, clock.now_s - 100, is_whole=False)
-    assert link.recent_bps(clock.now_s) is None
-    assert link.outstanding_bytes == 0
-
-
 async def test_goodput_is_that_of_all_connections_and_grows_stale(clock: Clock) -> None:
     link = carried(clock, *[(1_000_000, 0, 1)] * 4)
+    link.started(1000)
+    link.ended(1000, clock.now_s - 100, is_whole=False)  # what failed says nothing
+    assert link.outstanding_bytes == 0
     assert link.recent_bps(clock.now_s) == pytest.approx(4 * 8e6)
     assert link.recent_bps(clock.now_s + 29) is not None
     assert link.recent_bps(clock.now_s + 31) is None
@@ -82,14 +77,11 @@ def carried(clock: Clock, *transfers: tuple[int, float, float]) -> Link:
     return link
 
 
-def goodputs(link: Link) -> list[float]:
-    return [t.goodput_bps for t in link.transfers]
-
-
 async def test_pauses_do_not_count_and_connections_add_up(clock: Clock) -> None:
     """Bursts of two that each get half of the link, the second one ending almost with the first."""
     bursts = [(500, at, at + end) for at in (0.0, 3.0, 100.0) for end in (1.0, 1.0001)]
-    assert goodputs(carried(clock, *bursts)) == pytest.approx([8000.0] * 3, rel=0.01)
+    found = [transfer.goodput_bps for transfer in carried(clock, *bursts).transfers]
+    assert found == pytest.approx([8000.0] * 3, rel=0.01)
 
 
 async def test_many_connections_all_the_time(clock: Clock) -> None:
@@ -193,3 +185,41 @@ async def test_pieces_tell_how_fast_a_link_is_before_a_transfer_ends(clock: Cloc
     link.started(1_000_000)  # nothing has come of it
     clock.now_s += 1.25
     assert link.present_bps(clock.now_s) == pytest.approx(8)
+
+
+async def test_a_budget_is_first_come_first_served() -> None:
+    budget = BytesBudget(10)
+    order: list[str] = []
+
+    async def take(name: str, num_bytes: int) -> None:
+        await budget.acquire(num_bytes)
+        order.append(name)
+
+    await budget.acquire(6)
+    tasks = [asyncio.create_task(take(name, n)) for name, n in (("large", 8), ("small", 1))]
+    await asyncio.sleep(0)
+    assert order == []
+    budget.release(6)
+    await asyncio.gather(*tasks)
+    assert order == ["large", "small"]
+    assert budget.used_bytes == 9
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+async def test_a_wait_for_the_budget_that_is_cancelled_leaves_nothing_behind(is_granted: bool) -> None:
+    """Also if the bytes were granted in the same moment."""
+    budget = BytesBudget(10)
+    await budget.acquire(1000)  # more than the budget counts as all of it
+    waiting, behind = (asyncio.create_task(budget.acquire(num_bytes)) for num_bytes in (5, 10))
+    await asyncio.sleep(0)
+    if is_granted:
+        budget.release(1000)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    if not is_granted:
+        budget.release(1000)
+    await behind
+    assert budget.used_bytes == 10
+    budget.release(10)
+    assert budget.used_bytes == 0

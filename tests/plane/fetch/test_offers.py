@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from harness.waiting import WAIT_S, until, until_idle
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -21,7 +21,6 @@ from tests.plane.fetch.conftest import (
     Recorder,
     Segment,
     SpoiltStore,
-    assert_nothing_held,
     fetch,
     holds,
     measured_link,
@@ -76,25 +75,28 @@ def chosen(
     return chooser.choose(part, WAIT_S, 8, lambda _: takes, lambda reader: reader.codec == here)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "expected"), [(1e3, "zstd"), (1e12, "hevc")])
+@pytest.mark.parametrize(
+    ("bytes_per_s", "options", "expected"),
+    [
+        (1e3, {}, "zstd"),
+        (1e12, {}, "hevc"),
+        (None, {}, "hevc"),  # the first one, where the link was not measured
+        (1e3, {"takes": False}, "hevc"),
+        (1e3, {"here": "hevc"}, "hevc"),
+    ],
+    ids=["slow link", "fast link", "unmeasured", "no place for others", "in memory"],
+)
 def test_slow_links_bring_small_cells_and_fast_ones_easy_ones(
-    made: CodedSegment, decoders: DecodePool[Decoders], bytes_per_s: float, expected: str
+    made: CodedSegment,
+    decoders: DecodePool[Decoders],
+    bytes_per_s: float | None,
+    options: dict[str, Any],
+    expected: str,
 ) -> None:
     for way in wanted(made)[0].reader.ways(0):
         decoders._rates.add(way.coding, 1_000_000, 1000, 1.0 if way.codec == "zstd" else 0.1)
-    assert chosen(made, decoders, measured_link(10_000, bytes_per_s, 8)).codec == expected
-
-
-def test_what_is_in_memory_is_read_from_there(made: CodedSegment, decoders: DecodePool[Decoders]) -> None:
-    assert chosen(made, decoders, measured_link(10_000, 1e3, 8), here="hevc").codec == "hevc"
-
-
-def test_nothing_is_chosen_before_the_link_is_measured_or_where_only_one_has_a_place(
-    made: CodedSegment, decoders: DecodePool[Decoders]
-) -> None:
-    assert [way.codec for way in wanted(made)[0].reader.ways(0)] == ["hevc", "zstd"]
-    assert chosen(made, decoders, Link()).codec == "hevc"
-    assert chosen(made, decoders, measured_link(10_000, 1e3, 8), takes=False).codec == "hevc"
+    link = Link() if bytes_per_s is None else measured_link(10_000, bytes_per_s, 8)
+    assert chosen(made, decoders, link, **options).codec == expected
 
 
 def test_what_was_never_decoded_is_tried_where_decoders_are_the_limit(
@@ -118,19 +120,6 @@ async def test_a_fetch_chooses_once_a_span_and_its_spans_may_differ(
     assert recorder.left == [8, 6, 4, 2]  # of two cells each
     for way in wanted(made)[0].reader.ways(0):
         assert choosing.pool.seconds(way.coding, 1000) > 0  # both are learnt
-
-
-async def test_what_is_read_ahead_is_not_chosen_again(
-    choosing: Fetcher, made: CodedSegment, segment: Segment, store: SpoiltStore, recorder: Recorder
-) -> None:
-    choosing.reads.read_ahead(wanted(made)[:4], expire_s=60)
-    await until_idle()
-    num_gets, pool = store.num_gets, PoisonedPool(8)
-    assert recorder.spans == [0, 1]
-    assert (await fetch(choosing, wanted(made)[:4], pool, range(4))).num_pages == 4
-    assert holds(pool, segment, range(4), range(4))
-    assert (store.num_gets, recorder.spans) == (num_gets, [0, 1])
-    await assert_nothing_held(choosing)
 
 
 async def test_what_a_fetch_has_begun_goes_on_as_it_began(

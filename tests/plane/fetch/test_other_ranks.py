@@ -117,6 +117,12 @@ class Rank:
             fetcher = make_fetcher(self.store, decoders, read_bytes=1 << 20)
             return await fetcher.fetch(sources, PoolPages(self.pool, range(len(sources))), WAIT_S)
 
+    async def gets(self, num_pages: int) -> bool:
+        found = await self.find()
+        assert len(found) == num_pages
+        assert (await self.fetch(found)).num_pages == num_pages
+        return self.holds(num_pages)
+
     def holds(self, num_pages: int) -> bool:
         """Whether the first pages are restored, and the others untouched."""
         for t in TENSORS:
@@ -150,21 +156,13 @@ async def test_a_rank_reads_its_own_heads_of_a_larger_one(store: CountingStore, 
 async def test_a_rank_joins_the_heads_of_smaller_ones(store: CountingStore, heads: range) -> None:
     for head in range(4):
         await write(store, range(head, head + 1), span_pages=2 if head % 2 else 4)
-    rank = Rank(store, heads)
-    found = await rank.find()
-    assert len(found) == NUM_PAGES
-    assert (await rank.fetch(found)).num_pages == NUM_PAGES
-    assert rank.holds(NUM_PAGES)
+    assert await Rank(store, heads).gets(NUM_PAGES)
 
 
 async def test_a_prefix_ends_where_a_head_is_missing(store: CountingStore) -> None:
     await write(store, range(2))
     await write(store, range(2, 4), 0, 4)
-    rank = Rank(store, range(4))
-    found = await rank.find()
-    assert len(found) == 4
-    assert (await rank.fetch(found)).num_pages == 4
-    assert rank.holds(4)
+    assert await Rank(store, range(4)).gets(4)
     assert len(await Rank(store, range(2)).find()) == NUM_PAGES
     assert await Rank(store, range(3, 4)).find(1) != []
 
@@ -187,11 +185,8 @@ async def test_each_tp_size_may_have_a_part_of_the_prefix(store: CountingStore) 
     await write(store, range(4), 0, 4)
     await write(store, range(2), 4, 6)
     await write(store, range(4), 6, 8)
-    rank = Rank(store, range(2))
-    found = await rank.find()
-    assert len(found) == NUM_PAGES
-    assert (await rank.fetch(found)).num_pages == NUM_PAGES
-    assert rank.holds(NUM_PAGES)
+    assert await Rank(store, range(2)).gets(NUM_PAGES)
+    assert store.asked == ["0-2", "0-4"] * 2  # what ended early is asked for again behind the others
     assert len(await Rank(store, range(2, 4)).find()) == 4
 
 
@@ -206,7 +201,6 @@ async def test_cells_that_do_not_divide_are_refused_with_a_message(store: Counti
 
 @pytest.mark.parametrize("heads", [range(2), range(4)])
 async def test_klt(store: CountingStore, heads: range) -> None:
-    """A rank gets the same values from its own segments and from those of others."""
     klt = KltQuantiser(make_profile(num_layers=5, num_heads=4, cell_heads=1, num_sinks=1), step=1.0)
     pools = []
     for model, written in (("own", [heads]), ("other", [range(4)] if len(heads) == 2 else [range(2), range(2, 4)])):
@@ -229,102 +223,84 @@ async def find_while_others_hang(rank: Rank, store: CountingStore, clock: LoopCl
     return await finding
 
 
-class TestFailures:
-    """A rank finds its own segments whatever becomes of lookups in other folders."""
-
-    @pytest.mark.parametrize("error", [StoreError("server", "as told"), None])
-    async def test_a_folder_that_fails_or_hangs_counts_as_empty(
-        self, store: CountingStore, error: StoreError | None
-    ) -> None:
-        await write(store, range(2), 0, 4)
-        await write(store, range(4))
-        store.fails = {"0-4": error}
-        rank, clock = Rank(store, range(2)), LoopClock()
-        for _ in range(2):  # the second time, both folders are known from the start
-            assert len(await (rank.find() if error else find_while_others_hang(rank, store, clock))) == 4
-        assert [str(e) for e in rank.faults] == [
-            "as told" if error else f"looking up 8 pages in {rank.heads.namespace.digest()}.0-4: no answer"
-        ] * 2
-        store.fails = {}
-        assert len(await rank.find()) == NUM_PAGES
-
-    async def test_a_turn_that_fails_keeps_what_was_found(self, store: CountingStore) -> None:
-        await write(store, range(4), 0, 4)
-        await write(store, range(2), 4, 8)
-        look_up = store.lookup
-
-        async def fail_behind(namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-            if len(page_hashes) < NUM_PAGES:
-                raise StoreError("server", "as told")
-            return await look_up(namespace, page_hashes)
-
-        store.lookup = fail_behind  # type: ignore[method-assign]
-        assert len(await Rank(store, range(2)).find()) == 4
-
-    async def test_the_ranks_own_folder_must_answer(self, store: CountingStore) -> None:
-        await write(store, range(4))
-        store.fails = {"0-2": StoreError("server", "as told")}
-        with pytest.raises(StoreError, match="as told"):
-            await Rank(store, range(2)).find()
-
-    async def test_a_listing_that_hangs_is_not_waited_for(
-        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async def hang(digest: str = "") -> frozenset[str]:
-            await store.hang()
-            raise AssertionError
-
-        monkeypatch.setattr(store, "folders", hang)
-        await write(store, range(2))
-        assert len(await find_while_others_hang(Rank(store, range(2)), store, LoopClock())) == NUM_PAGES
-
-    async def test_a_listing_that_failed_is_soon_made_again(
-        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        now_s = 1000.0
-        monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
-        await write(store, range(4))
-        store.unlisted = StoreError("server", "as told")
-        rank = Rank(store, range(2))
-        assert await rank.find() == []
-        store.unlisted = None
-        now_s += 6
-        assert len(await rank.find()) == NUM_PAGES
+# A rank finds its own segments whatever becomes of lookups in other folders.
 
 
-class TestRequests:
-    """What a lookup costs."""
+@pytest.mark.parametrize("error", [StoreError("server", "as told"), None])
+async def test_a_folder_that_fails_or_hangs_counts_as_empty(store: CountingStore, error: StoreError | None) -> None:
+    await write(store, range(2), 0, 4)
+    await write(store, range(4))
+    store.fails = {"0-4": error}
+    rank, clock = Rank(store, range(2)), LoopClock()
+    for _ in range(2):  # the second time, both folders are known from the start
+        assert len(await (rank.find() if error else find_while_others_hang(rank, store, clock))) == 4
+    assert [str(e) for e in rank.faults] == [
+        "as told" if error else f"looking up 8 pages in {rank.heads.namespace.digest()}.0-4: no answer"
+    ] * 2
+    store.fails = {}
+    assert len(await rank.find()) == NUM_PAGES
 
-    async def test_one_a_lookup_and_one_a_minute_where_all_have_one_tp_size(
-        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        now_s = 1000.0
-        monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
-        for heads in (range(2), range(2, 4)):
-            await write(store, heads, 0, 4)
-        rank = Rank(store, range(2))
-        for _ in range(5):
-            assert len(await rank.find()) == 4
-        assert store.calls == {"folders": 1, "lookup": 5}
-        now_s += 61
-        await rank.find()
-        assert store.calls == {"folders": 2, "lookup": 6}
-        assert set(store.asked) == {"0-2"}
 
-    async def test_only_folders_with_heads_of_the_rank_are_asked(self, store: CountingStore) -> None:
-        for heads in (range(2), range(2, 4), range(4), range(1), range(2, 3)):
-            await write(store, heads, 0, 2)
-        rank = Rank(store, range(2))
-        assert len(await rank.find(2)) == 2
-        assert store.asked == ["0-2", "0-4", "0-1"]
-        store.asked.clear()
-        # None of them has more, which all have said.
-        assert len(await rank.find()) == 2
-        assert store.asked == ["0-2", "0-4", "0-1"]
+async def test_a_turn_that_fails_keeps_what_was_found(store: CountingStore) -> None:
+    await write(store, range(4), 0, 4)
+    await write(store, range(2), 4, 8)
+    look_up = store.lookup
 
-    async def test_a_run_that_ended_early_is_asked_again_behind_the_others(self, store: CountingStore) -> None:
-        await write(store, range(4), 0, 4)
-        await write(store, range(2), 4, 8)
-        rank = Rank(store, range(2))
-        assert len(await rank.find()) == NUM_PAGES
-        assert store.asked == ["0-2", "0-4", "0-2"]
+    async def fail_behind(namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        if len(page_hashes) < NUM_PAGES:
+            raise StoreError("server", "as told")
+        return await look_up(namespace, page_hashes)
+
+    store.lookup = fail_behind  # type: ignore[method-assign]
+    assert len(await Rank(store, range(2)).find()) == 4
+
+
+async def test_the_ranks_own_folder_must_answer(store: CountingStore) -> None:
+    await write(store, range(4))
+    store.fails = {"0-2": StoreError("server", "as told")}
+    with pytest.raises(StoreError, match="as told"):
+        await Rank(store, range(2)).find()
+
+
+async def test_a_listing_that_hangs_is_not_waited_for(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(digest: str = "") -> frozenset[str]:
+        await store.hang()
+        raise AssertionError
+
+    monkeypatch.setattr(store, "folders", hang)
+    await write(store, range(2))
+    assert len(await find_while_others_hang(Rank(store, range(2)), store, LoopClock())) == NUM_PAGES
+
+
+async def test_one_a_lookup_and_one_a_minute_where_all_have_one_tp_size(
+    store: CountingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a lookup costs. A listing that failed is soon made again."""
+    now_s = 1000.0
+    monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
+    for heads in (range(2), range(2, 4)):
+        await write(store, heads, 0, 4)
+    rank = Rank(store, range(2))
+    store.unlisted = StoreError("server", "as told")
+    assert len(await rank.find()) == 4
+    store.unlisted = None
+    now_s += 6
+    for _ in range(5):
+        assert len(await rank.find()) == 4
+    assert store.calls == {"folders": 2, "lookup": 6}
+    now_s += 61
+    await rank.find()
+    assert store.calls == {"folders": 3, "lookup": 7}
+    assert set(store.asked) == {"0-2"}
+
+
+async def test_only_folders_with_heads_of_the_rank_are_asked(store: CountingStore) -> None:
+    for heads in (range(2), range(2, 4), range(4), range(1), range(2, 3)):
+        await write(store, heads, 0, 2)
+    rank = Rank(store, range(2))
+    assert len(await rank.find(2)) == 2
+    assert store.asked == ["0-2", "0-4", "0-1"]
+    store.asked.clear()
+    # None of them has more, which all have said.
+    assert len(await rank.find()) == 2
+    assert store.asked == ["0-2", "0-4", "0-1"]

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeRates
-
-
-def test_a_coding_is_expected_to_take_what_its_last_cells_took() -> None:
-    rates = DecodeRates()
-    assert (rates.bytes_per_s, rates.seconds("ans", 1000)) == (None, 0.0)
-    rates.add("ans", 1000, 100, 1.0)
-    rates.add("ans", 3000, 300, 1.0)
-    assert rates.bytes_per_s == pytest.approx(200)
-    assert rates.seconds("ans", 1000) == pytest.approx(0.5)
-    rates.add("hevc 240p", 1000, 50, 1.0)
-    assert rates.seconds("hevc 240p", 1000) == pytest.approx(1.0)
-    for _ in range(16):
-        rates.add("ans", 1000, 100, 0.25)
-    assert rates.seconds("ans", 1000) == pytest.approx(0.25)
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 
 
 @pytest.fixture
@@ -98,41 +84,54 @@ def test_close_cancels_what_waits(waits: bool) -> None:
     assert running.result(WAIT_S) == "only"
 
 
-def test_sessions_decode_side_by_side() -> None:
+class Clock:
+    """Time passes while cells are decoded."""
+
     now_s = 0.0
 
-    def decode(_: None) -> None:
-        nonlocal now_s
-        now_s += 0.5
+    def __call__(self) -> float:
+        return self.now_s
 
+    def lasting(self, seconds: float) -> Callable[[object], None]:
+        def decode(_: object) -> None:
+            self.now_s += seconds
+
+        return decode
+
+
+def test_a_coding_is_expected_to_take_what_its_last_cells_took() -> None:
     def fail(_: None) -> None:
-        nonlocal now_s
-        now_s += 9.0
+        clock.now_s += 9.0
         raise ValueError("corrupt")
 
-    with closing(DecodePool[None]([None, None], clock=lambda: now_s)) as pool:
-        assert pool.bytes_per_s is None
-        for size_bytes in (1000, 3000):
-            pool.submit(decode, "ans", num_integers=size_bytes, size_bytes=size_bytes).result(WAIT_S)
+    def decode(coding: str, seconds: float, num_integers: int = 1000, size_bytes: int = 100) -> None:
+        job = clock.lasting(seconds)
+        pool.submit(job, coding, num_integers=num_integers, size_bytes=size_bytes).result(WAIT_S)
+
+    clock = Clock()
+    with closing(DecodePool[None]([None, None], clock=clock)) as pool:
+        assert (pool.bytes_per_s, pool.seconds("ans", 1000)) == (None, 0.0)
+        decode("ans", 0.5)
+        decode("ans", 0.5, 3000, 300)
         assert pool.submit(fail, "ans", num_integers=1000, size_bytes=1000).exception(WAIT_S) is not None
-        pool.submit(decode).result(WAIT_S)  # of nothing
-        assert pool.bytes_per_s == pytest.approx(2 * 4000)
+        pool.submit(clock.lasting(1.0)).result(WAIT_S)  # of nothing
+        assert pool.bytes_per_s == pytest.approx(2 * 400)
         assert pool.seconds("ans", 1000) == pytest.approx(0.25)
+        decode("hevc 240p", 1.0)
+        assert pool.seconds("hevc 240p", 1000) == pytest.approx(1.0)
+        for _ in range(16):
+            decode("ans", 0.125)
+        assert pool.seconds("ans", 1000) == pytest.approx(0.125)
         assert pool.queued_s == 0
 
 
 def test_what_waits_and_what_runs_is_queued() -> None:
-    now_s = 0.0
-
-    def decode(_: str) -> None:
-        nonlocal now_s
-        now_s += 1.0
-
-    with closing(DecodePool(["only"], clock=lambda: now_s)) as pool:
-        pool.submit(decode, "ans", num_integers=1000).result(WAIT_S)
+    clock = Clock()
+    with closing(DecodePool(["only"], clock=clock)) as pool:
+        pool.submit(clock.lasting(1.0), "ans", num_integers=1000).result(WAIT_S)
         gate = Gate()
         running = pool.submit(gate, "ans", num_integers=500)
-        waiting = pool.submit(decode, "ans", num_integers=2000)
+        waiting = pool.submit(clock.lasting(1.0), "ans", num_integers=2000)
         assert pool.queued_s == pytest.approx(2.5)
         gate.may_end.set()
         running.result(WAIT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
-from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.base import Decoders
@@ -20,8 +17,7 @@ from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.plane.fetch.fetcher import PoolPages
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.pool import DecodePool
@@ -30,10 +26,10 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.tools.encoder import make_targets, transcode
-from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, segment
+from tests.codec.container.test_levels import KLT, LEVELS, SPEC, segment
 from tests.directory.test_dropped_levels import chain
 from tests.fetchers import make_fetcher
-from tests.plane.fetch.test_levels import values_at
+from tests.plane.fetch.test_levels import fetched, same, values_at
 
 pytestmark = pytest.mark.process
 
@@ -53,54 +49,34 @@ def with_video(number: int) -> CodedSegment:
     return replace(whole, manifest=manifest, more_data=(video().data,))
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[StoreProcess]:
-    stored = secure_segment(with_video(0), KEYS)
-    whole = len(stored.manifest.encode()) + sum(len(data) for _, data in stored.data_objects())
-    options = "--capacity", f"{ROOM * whole}B", "--drop-levels", "1"
-    with StoreProcess(tmp_path, extra_args=options) as served:
-        yield served
-
-
-@pytest.fixture
-async def raw(served: StoreProcess) -> AsyncIterator[Store]:
-    store = HttpStore(served.url)
-    yield store
-    await store.close()
-
-
 async def manifests(store: Store) -> list[Manifest | None]:
-    """Return what a server finds of each segment."""
     lookups = [await store.lookup(SPEC.heads.folder, chain(number).manifest.page_hashes) for number in range(ROOM + 1)]
     return [decode_manifest(found.hits[0].manifest) if found.hits else None for found in lookups]
 
 
-async def fetched(store: Store, number: int) -> CellValues:
-    with closing(DecodePool[Decoders]([{}])) as pool:
-        fetcher = make_fetcher(store, pool)
-        finder = PageFinder(store, SPEC.heads, KLT, print, tolerance=Tolerance(1))
-        sources = await finder.find_pages(list(chain(number).manifest.page_hashes), WAIT_S)
-        memory = MemoryPool(GEOMETRY, 4, 0.0)
-        result = await fetcher.fetch(sources, PoolPages(memory, range(4)), WAIT_S)
-        assert (result.num_pages, result.failures) == (4, ())
-    return CellValues(*(memory.read(tensor, range(4)) for tensor in ("k", "v")))
-
-
-async def test_a_store_drops_levels_that_it_cannot_read(raw: Store) -> None:
-    store = KeyedStore(raw, KEYS)
-    for number in range(ROOM + 1):
-        await commit_segment(store, with_video(number))
-    found = await manifests(store)
-    lost = [None if each is None else each.num_dropped for each in found]
-    assert {0, 1} <= set(lost)
-    for num_lost in (0, 1):
-        number = lost.index(num_lost)
-        values, expected = await fetched(store, number), values_at(segment(), LEVELS - num_lost)
-        assert all(torch.equal(x, y) for x, y in zip(values, expected, strict=True))
-        manifest = found[number]
-        assert manifest is not None
-        assert manifest.is_encrypted
-        # A variant that a dropped level does not make coarser would hold finer values than the others.
-        assert len(manifest.variants) == 1 + (not num_lost)
-    strangers = KeyedStore(raw, StoreKeys(b"x" * 32))
-    assert set(await manifests(strangers)) == {None}
+async def test_a_store_drops_levels_that_it_cannot_read(tmp_path: Path) -> None:
+    stored = secure_segment(with_video(0), KEYS)
+    whole = len(stored.manifest.encode()) + sum(len(data) for _, data in stored.data_objects())
+    options = "--capacity", f"{ROOM * whole}B", "--drop-levels", "1"
+    with StoreProcess(tmp_path, extra_args=options) as served, closing(DecodePool[Decoders]([{}])) as pool:
+        store = KeyedStore(HttpStore(served.url), KEYS)
+        for number in range(ROOM + 1):
+            await commit_segment(store, with_video(number))
+        found = await manifests(store)
+        lost = [None if each is None else each.num_dropped for each in found]
+        assert {0, 1} <= set(lost)
+        for num_lost in (0, 1):
+            manifest = found[lost.index(num_lost)]
+            assert manifest is not None
+            assert manifest.is_encrypted
+            # A variant that a dropped level does not make coarser would hold finer values than the others.
+            assert len(manifest.variants) == 1 + (not num_lost)
+            finder = PageFinder(store, SPEC.heads, KLT, print, tolerance=Tolerance(1))
+            sources = await finder.find_pages(list(manifest.page_hashes), WAIT_S)
+            result, values = await fetched(make_fetcher(store, pool), sources)
+            assert result == FetchResult(4)
+            assert same(values, values_at(segment(), LEVELS - num_lost))
+        await store.close()
+        strangers = KeyedStore(HttpStore(served.url), StoreKeys(b"x" * 32))
+        assert set(await manifests(strangers)) == {None}
+        await strangers.close()

@@ -4,8 +4,10 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harness.waiting import WAIT_S, LoopClock, until_idle
@@ -17,10 +19,13 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.plane.write.gather import PageBatch
-from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.plane.write.writer import Writer, commit_segment
 from sgl_kvfetch.types import TENSORS
+from tests.codec.container import test_levels as levels
+from tests.codec.quant.profiles import values_of
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
+Make = Callable[..., Writer]
 SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
 
 
@@ -32,13 +37,13 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
 
 
 @pytest.fixture
-async def make(store: LocalStore) -> AsyncIterator[Callable[..., Writer]]:
+async def make(store: LocalStore) -> AsyncIterator[Make]:
     made = []
     with ThreadPoolExecutor(2) as pool:
 
-        def build(**changes: float) -> Writer:
+        def build(spec: SegmentSpec = SPEC, **changes: float) -> Writer:
             options: dict[str, float] = dict(queue_bytes=1 << 20, linger_s=0.01, retire_s=0.05) | changes
-            made.append(Writer(store, SPEC, pool, max_segment_pages=16, **options))  # type: ignore[arg-type]
+            made.append(Writer(store, spec, pool, max_segment_pages=16, **options))  # type: ignore[arg-type]
             return made[-1]
 
         yield build
@@ -73,7 +78,7 @@ async def found(store: LocalStore, num_pages: int) -> list[int]:
 
 
 async def test_segments_of_a_span_are_written_again_once(
-    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spans have four pages here. What is sent twice is no more than that, and nothing is read back."""
     sent, put = [], store.put
@@ -93,7 +98,7 @@ async def test_segments_of_a_span_are_written_again_once(
     assert sorted(int(name.split("/")[1].split("-")[0]) for name in sent if name.endswith(".kvm")) == [1, 1, 2, 4, 4, 8]
 
 
-async def test_pieces_stay_until_no_reader_should_use_them(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_pieces_stay_until_no_reader_should_use_them(store: LocalStore, make: Make) -> None:
     clock = LoopClock()
     writer = make(retire_s=600.0)
     for first in (0, 2):
@@ -104,7 +109,7 @@ async def test_pieces_stay_until_no_reader_should_use_them(store: LocalStore, ma
     assert await lengths(store) == [4]
 
 
-async def test_pieces_stay_if_the_whole_is_gone(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_pieces_stay_if_the_whole_is_gone(store: LocalStore, make: Make) -> None:
     """As when it was found damaged: the pieces are all that is left of these pages."""
     clock = LoopClock()
     writer = make(retire_s=600.0)
@@ -116,14 +121,14 @@ async def test_pieces_stay_if_the_whole_is_gone(store: LocalStore, make: Callabl
     assert await found(store, 4) == [2, 2]
 
 
-async def test_another_servers_pieces_stay_as_they_are(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_another_servers_pieces_stay_as_they_are(store: LocalStore, make: Make) -> None:
     await write(make(), 0, 2)
     await write(make(), 2, 2)
     assert await lengths(store) == [2, 2]
 
 
 async def test_joining_does_not_prolong_what_expires(
-    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
+    store: LocalStore, make: Make, later: Callable[[float], None]
 ) -> None:
     writer = make(ttl_s=100.0)
     await write(writer, 0, 2)
@@ -134,9 +139,7 @@ async def test_joining_does_not_prolong_what_expires(
     assert await found(store, 2) == []
 
 
-async def test_what_has_expired_is_written_again(
-    store: LocalStore, make: Callable[..., Writer], later: Callable[[float], None]
-) -> None:
+async def test_what_has_expired_is_written_again(store: LocalStore, make: Make, later: Callable[[float], None]) -> None:
     writer = make(ttl_s=100.0)
     await write(writer, 0, 1)
     name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
@@ -155,7 +158,7 @@ async def test_what_has_expired_is_written_again(
 
 
 async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
-    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, is_put, may_go_on = make(), asyncio.Event(), asyncio.Event()
     put = store.put
@@ -180,7 +183,7 @@ async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
     assert await found(store, 3) == [2, 1]
 
 
-async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make: Make) -> None:
     writer = make(linger_s=WAIT_S, queue_bytes=2)
     writer.add(batch(0, 4))
     writer.add(batch(4, 4))
@@ -190,9 +193,7 @@ async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make
     assert await found(store, 8) == [8]
 
 
-async def test_whole_spans_are_encoded_before_their_segment_is_cut(
-    store: LocalStore, make: Callable[..., Writer]
-) -> None:
+async def test_whole_spans_are_encoded_before_their_segment_is_cut(store: LocalStore, make: Make) -> None:
     """Their room shrinks to what is coded, and the segment is the one that is encoded at once."""
     writer = make(linger_s=WAIT_S)
     pages = batch(0, 9)
@@ -214,9 +215,36 @@ async def test_whole_spans_are_encoded_before_their_segment_is_cut(
 
 
 async def test_spans_that_the_store_has_are_not_encoded(
-    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await write(make(), 0, 8)
     monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_span", None)
     await write(make(), 0, 8)
     assert await found(store, 8) == [8]
+
+
+@pytest.mark.parametrize("refines", [True, False])
+@pytest.mark.parametrize(
+    ("stored", "written", "are_levels_back"),
+    [([4], 4, True), ([2, 2], 4, True), ([4], 2, False)],
+    ids=["the same", "halves", "a part"],  # of which the last two pages would be lost
+)
+async def test_segments_that_have_lost_levels_are_written_again_by_servers_that_read_no_coarse_values(
+    store: LocalStore, make: Make, stored: list[int], written: int, are_levels_back: bool, refines: bool
+) -> None:
+    for index, num_pages in enumerate(stored):
+        coded = levels.make(levels.SPEC, index * num_pages, num_pages)
+        (variant,) = coded.manifest.variants
+        lost = msgspec.structs.replace(coded.manifest, variants=(variant.with_levels(1),))
+        await commit_segment(store, replace(coded, manifest=lost, level_data=coded.level_data[:1]))
+    page_size = levels.GEOMETRY.page_size
+    values = (x[: written * page_size].bfloat16() for x in values_of(levels.KLT.profile, 64))
+    pages = RawPages(*(x.view(-1, page_size, *x.shape[1:]) for x in values))
+    writer = make(levels.SPEC, refines=refines)
+    writer.add(PageBatch(0, None, page_hashes(written), [pages]))
+    await writer.drain()
+    await until_idle()  # what is replaced is deleted
+    hits = (await store.lookup(levels.SPEC.heads.folder, page_hashes(written))).hits
+    dropped = [decode_manifest(hit.manifest).variants[0].num_dropped for hit in hits]
+    assert dropped == ([0] if refines and are_levels_back else [levels.LEVELS - 2] * len(stored))
+    assert len(await lengths(store)) == len(dropped)

@@ -193,7 +193,6 @@ class _Rank:
             self._hand_over(num_pages, self._num_pages, places)
 
     def _check(self, num_pages: int, places: list[int], of_sides: dict[PoolName, list[int]]) -> None:
-        """Compare what was fetched. All else is still NaN."""
         expected = dict(zip(TENSORS, (values[:num_pages].flatten(0, 1) for values in self._values), strict=True))
         if self._quantiser is not None:
             expected = there_and_back(self._quantiser, expected)
@@ -267,7 +266,6 @@ class _Rank:
 
 
 def _others(pages: list[int]) -> torch.Tensor:
-    """Return which pages of a pool are none of these."""
     others = torch.ones(POOL_PAGES, dtype=torch.bool)
     others[pages] = False
     return others

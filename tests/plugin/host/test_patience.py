@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plugin import hooks
 from sgl_kvfetch.plugin.host import storage
-from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget, explain
+from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget
 from tests.plugin.backends import Make, keys, make_cache, store_pages, tokens
 from tests.plugin.planes import Served
 
@@ -25,12 +25,9 @@ def make_operation(start_s: float, num_tokens: int = 1024, *, expired: bool = Fa
     return SimpleNamespace(**fields, is_terminated=lambda: expired)
 
 
-def test_sglangs_defaults_are_those_that_are_replaced() -> None:
+def test_sglangs_own_budget_is_replaced_and_one_of_the_user_stays() -> None:
     _, _, *budget, _ = HybridCacheController.parse_storage_backend_extra_config("{}")
     assert tuple(budget) == SGLANG_BUDGET
-
-
-def test_a_budget_of_the_user_stays() -> None:
     assert choose_budget(*SGLANG_BUDGET, 30) == (31, 0)
     assert choose_budget(2.0, 0.25, 30) == (2.0, 0.25)
 
@@ -55,15 +52,6 @@ def test_the_reason_says_whether_the_policy_gave_up() -> None:
     assert Patience(make_cache("best_effort"), 30).reason(make_operation(0)) == "policy"
 
 
-def test_the_log_says_what_the_policy_means() -> None:
-    assert explain("timeout", (31, 0), 30) == explain("wait_complete", (1, 0.25), 30)
-    assert "at most 30 s (fetch_timeout_s); what has not arrived by then is recomputed" in explain(
-        "timeout", (31, 0), 30
-    )
-    assert "30 s (fetch_timeout_s) and 2 s + 0.5 s per 1,024 tokens" in explain("timeout", (2, 0.5), 30)
-    assert "no request waits" in explain("best_effort", (31, 0), 30)
-
-
 def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     cache = make_cache()
     cache.cache_controller.storage_backend = make(fetch_timeout_s=20)
@@ -78,22 +66,25 @@ def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptur
     assert others == given | {"storage_backend": "file"}
 
 
-@pytest.mark.parametrize("is_write_back", [False, True])
-def test_the_log_says_what_write_back_costs(make: Make, caplog: pytest.LogCaptureFixture, is_write_back: bool) -> None:
-    make().be_patient(make_cache(is_write_back=is_write_back), 1.0, 0.25)
-    assert ("write_back" in caplog.text) is is_write_back
-
-
 @pytest.mark.parametrize(
-    ("host_tokens", "mode", "is_said"), [(63, "cache", True), (64, "cache", False), (63, "buffer_only", False)]
+    ("cache", "said"),
+    [
+        (make_cache(is_write_back=True), "write_back"),
+        (make_cache(host_tokens=64), ""),
+        (make_cache(host_tokens=63, host_memory_mode="buffer_only"), ""),
+        (
+            make_cache(host_tokens=63),
+            "host pool has room for 63 tokens, its device pool for 64: pages that find no room",
+        ),
+    ],
 )
-def test_the_log_says_that_a_small_host_pool_loses_pages(
-    make: Make, caplog: pytest.LogCaptureFixture, host_tokens: int, mode: str, is_said: bool
+def test_the_log_says_what_write_back_costs_and_that_a_small_host_pool_loses_pages(
+    make: Make, caplog: pytest.LogCaptureFixture, cache: Any, said: str
 ) -> None:
-    make().be_patient(make_cache(host_tokens=host_tokens, host_memory_mode=mode), 1.0, 0.25)
-    said = f"host pool has room for {host_tokens} tokens, its device pool for 64: pages that find no room"
-    assert (said in caplog.text) is is_said
-    assert ("--hicache-ratio 1 or more" in caplog.text) is is_said
+    make().be_patient(cache, 1.0, 0.25)
+    assert said in caplog.text
+    assert ("write_back" in caplog.text) is (said == "write_back")
+    assert ("--hicache-ratio 1 or more" in caplog.text) is said.startswith("host pool")
 
 
 def test_what_has_arrived_when_the_time_is_up_counts(

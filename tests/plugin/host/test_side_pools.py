@@ -57,10 +57,7 @@ def page_of(pool: MHATokenToKVPoolHost, page: int) -> torch.Tensor:
 
 
 def store(
-    backend: KVFetchStorage,
-    names: list[str],
-    sides: Mapping[PoolName, Mapping[int, int]],
-    before: Sequence[str] = (),
+    backend: KVFetchStorage, names: list[str], sides: Mapping[PoolName, Mapping[int, int]], before: Sequence[str] = ()
 ) -> None:
     """Do what SGLang does for one node of its tree. ``sides``: of each pool, where its pages of these are."""
     for pool, places in sides.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -15,13 +13,11 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
-from harness.metrics import own_metric
-from harness.waiting import WAIT_S, wait_until
+from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.engine import data_plane as plane_module
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import label_of_request
-from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
@@ -133,48 +129,6 @@ def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
     pages = [page % POOL_PAGES for page in range(num_pages)]
     assert backend.batch_set_v1(names, tokens(pages), after([])) == [True] * num_pages
     wait_until(lambda: backend.batch_exists(names) == num_pages)
-
-
-@pytest.mark.parametrize("reason", ["policy", "cancelled"])
-def test_a_fetch_ends_when_sglang_gives_it_up(
-    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
-) -> None:
-    store_pages(make(), keys(2), [0, 1])
-    backend = make(fetch_timeout_s=600)
-
-    async def hang(*args: Any) -> bytes:
-        await asyncio.Event().wait()
-        return b""
-
-    monkeypatch.setattr(served.service.client.store, "get", hang)
-    monkeypatch.setattr(storage_module, "_limited", LimitedLogger(storage_module.logger))  # others may have warned
-    assert backend.batch_exists(keys(2)) == 2
-    started_s = time.monotonic()
-    gives_up = iter([False, False, True])
-    cache = make_cache(base_s=1.0)
-    is_policy = reason == "policy"
-    operation = SimpleNamespace(
-        start_time=started_s + 600,
-        stats_requested_tokens=8,
-        request_id="asked" * 1000,
-        all_hash_values=keys(3),
-        hash_value=keys(2),
-        pool_transfers=None,
-        deadline_expired=is_policy,
-        is_terminated=lambda: is_policy and next(gives_up),
-    )
-    backend.be_patient(cache, 1.0, 0.0)
-    backend.begin_transfer(operation, lambda: not is_policy and next(gives_up))
-    before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason)
-    with caplog.at_level("WARNING"):
-        assert backend.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
-    assert time.monotonic() - started_s < WAIT_S
-    assert f"fetch of 2 pages given up ({reason}) after" in caplog.text
-    assert ("prefetch_timeout_base" in caplog.text) is is_policy
-    decided = status._state.recent[-1]
-    assert (decided.request_id, decided.num_pages, decided.num_found) == (label_of_request("asked" * 1000), 3, 2)
-    assert (decided.num_served, decided.reason) == (0, reason)
-    wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason) == before + 1)
 
 
 def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

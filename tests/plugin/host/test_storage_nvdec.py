@@ -48,7 +48,6 @@ def decode_on(monkeypatch: pytest.MonkeyPatch, make_engines: Callable[[], Nvdec]
 
 
 def make_gpu_pool(index: int = 0) -> MHATokenToKVPoolHost:
-    """Return the host pool of an engine on a GPU."""
     return make_pool(device_k_buffers=(SimpleNamespace(device=torch.device("cuda", index)),))
 
 
@@ -125,11 +124,6 @@ def test_the_variant_that_nvdec_decodes_is_read(
     assert not nvc.packets
     assert reading.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
     assert nvc.packets
-
-
-def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: FakeNvc) -> None:
-    make(make_gpu_pool())
-    assert {session["hevc"]._nvdec.surface_limit_bytes for session in sessions} == {256 << 20}
 
 
 def test_the_engines_gpu_is_asked(make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
