@@ -10,12 +10,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 
-import aiohttp
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -23,13 +23,11 @@ from hypothesis import given, settings, strategies as st
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec import CodedSegment, Manifest
 from sgl_kvfetch.directory import LocalStore, catalog, rows
-from sgl_kvfetch.directory.catalog import Catalog
-from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import running_server
+from sgl_kvfetch.directory.catalog import Catalog, find_pages
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import object_digest
-from sgl_kvfetch.stores.upkeep import decode_named_manifest
 from tests.directory.conftest import MakeStore, rebuild, write_files
+from tests.segments import names
 from tests.stores.conformance import failing
 
 NUM_PAGES = 16
@@ -43,37 +41,29 @@ def of_pages(first_page: int, hashes: Sequence[bytes]) -> Manifest:
     return msgspec.structs.replace(_MANIFEST, variants=(), first_page=first_page, page_hashes=tuple(hashes))
 
 
-class PageIndex:
-    """The tables of a catalog, without files."""
+def add(db: sqlite3.Connection, manifest: Manifest) -> None:
+    name = manifest.key.manifest_name
+    if rows.stored_id(db, name) is None:
+        rows.add_file(db, name, 1)
+    rows.index_segment(db, manifest, name.encode())
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self.db = db
 
-    def add(self, manifest: Manifest) -> None:
-        name = manifest.key.manifest_name
-        if rows.stored_id(self.db, name) is None:
-            rows.add_file(self.db, name, 1)
-        rows.index_segment(self.db, manifest, name.encode())
-
-    def remove(self, name: str) -> bool:
-        file_id = rows.stored_id(self.db, name)
-        if file_id is not None:
-            rows.forget_file(self.db, file_id)
-        return file_id is not None
-
-    def find(self, page_hashes: list[bytes]) -> list[catalog.IndexHit]:
-        return catalog.find_pages(self.db, FOLDER, page_hashes)
+def remove(db: sqlite3.Connection, name: str) -> bool:
+    file_id = rows.stored_id(db, name)
+    if file_id is not None:
+        rows.forget_file(db, file_id)
+    return file_id is not None
 
 
 @contextmanager
-def empty_index() -> Iterator[PageIndex]:
-    with tempfile.TemporaryDirectory() as root:
-        opened = Catalog(Path(root), lambda: None)
-        try:
-            with opened.writing() as db:
-                yield PageIndex(db)
-        finally:
-            opened.close()
+def tables() -> Iterator[sqlite3.Connection]:
+    """The tables of a catalog, without files."""
+    with (
+        tempfile.TemporaryDirectory() as root,
+        closing(Catalog(Path(root), lambda: None)) as opened,
+        opened.writing() as db,
+    ):
+        yield db
 
 
 def reach(segments: Iterable[Manifest], page_hashes: list[bytes], page: int) -> int:
@@ -109,18 +99,18 @@ def test_lookup_matches_the_contract(
     steps: list[tuple[bool, tuple[int, int, int]]], chain: int, first: int, length: int
 ) -> None:
     model: dict[str, Manifest] = {}
-    with empty_index() as pages:
+    with tables() as db:
         for keep, (which, start, num_pages) in steps:
             manifest = segment(CHAINS[which], start, num_pages)
             name = manifest.key.manifest_name
             if keep:
-                pages.add(manifest)
+                add(db, manifest)
                 model[name] = manifest
             else:
-                assert pages.remove(name) == (model.pop(name, None) is not None)
-        assert pages.db.execute("SELECT count(*) FROM segments").fetchone() == (len(model),)
+                assert remove(db, name) == (model.pop(name, None) is not None)
+        assert db.execute("SELECT count(*) FROM segments").fetchone() == (len(model),)
         asked = CHAINS[chain][first : first + length]
-        found = pages.find(asked)
+        found = find_pages(db, FOLDER, asked)
     page = 0
     for hit in found:
         held = model[hit.manifest_name].page_hashes[hit.first_page : hit.first_page + hit.num_pages]
@@ -134,12 +124,12 @@ def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
     chain = CHAINS[0]
     # The right last page, after pages of another prefix, and at another place in the sequence.
     liar = of_pages(8, [*CHAINS[3][:7], chain[7]])
-    with empty_index() as pages:
-        pages.add(segment(chain, 0, 4))
-        pages.add(liar)
+    with tables() as db:
+        add(db, segment(chain, 0, 4))
+        add(db, liar)
         for first in range(8):
             page = first
-            for hit in pages.find(chain[first:8]):
+            for hit in find_pages(db, FOLDER, chain[first:8]):
                 source = list(liar.page_hashes) if hit.manifest_name == liar.key.manifest_name else chain
                 assert source[hit.first_page :][: hit.num_pages] == chain[page : page + hit.num_pages]
                 page += hit.num_pages
@@ -148,30 +138,29 @@ def test_a_manifest_with_a_false_hash_chain_adds_no_wrong_page() -> None:
 def test_a_popular_prefix_needs_no_linear_search() -> None:
     """Thousands of segments share their first pages, but each lookup checks only a few."""
     chains = [page_hashes(8, str(i), branch_at=4) for i in range(2000)]
-    with empty_index() as pages:
+    with tables() as db:
         for chain in chains:
-            pages.add(segment(chain, 0, 8))
+            add(db, segment(chain, 0, 8))
         queries: list[str] = []
-        pages.db.set_trace_callback(queries.append)
+        db.set_trace_callback(queries.append)
         for chain in chains[::100]:
-            assert [hit.num_pages for hit in pages.find(chain)] == [8]
+            assert [hit.num_pages for hit in find_pages(db, FOLDER, chain)] == [8]
         assert len(queries) <= 20 * 8
-        pages.db.set_trace_callback(None)
+        db.set_trace_callback(None)
         for chain in chains[:-1]:
-            pages.remove(segment(chain, 0, 8).key.manifest_name)
-        assert [hit.num_pages for hit in pages.find(chains[0])] == [4]
+            remove(db, segment(chain, 0, 8).key.manifest_name)
+        assert [hit.num_pages for hit in find_pages(db, FOLDER, chains[0])] == [4]
 
 
 CHAIN = page_hashes(4)
-# Of XXH3's public constants: where the last 16 bytes of an input begin or end with one of them, a product is zero.
-_FACTORS = 0xDB979083E96DD4DE, 0x1F67B3B7A4A44072
 
 
-def colliding_hashes(number: int = 0) -> tuple[bytes, bytes]:
+def colliding_hashes() -> tuple[bytes, bytes]:
     """Return two page hashes with the same key in every namespace."""
-    (first, second), start, mask = _FACTORS, number.to_bytes(16, "little"), (1 << 64) - 1
-    tails = (first, 12345), ((first + 12345 - second) & mask, second)
-    one, other = (start + a.to_bytes(8, "little") + b.to_bytes(8, "little") for a, b in tails)
+    # Of XXH3's public constants: where the last 16 bytes of an input begin or end with one of them, a product is zero.
+    first, second = 0xDB979083E96DD4DE, 0x1F67B3B7A4A44072
+    tails = (first, 12345), ((first + 12345 - second) % (1 << 64), second)
+    one, other = (bytes(16) + a.to_bytes(8, "little") + b.to_bytes(8, "little") for a, b in tails)
     return one, other
 
 
@@ -183,22 +172,14 @@ REPEATED = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], CHAIN[1], CHAIN[1], 
 COLLIDING = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], *colliding_hashes(), CHAIN[3])
 
 
-@pytest.mark.process
-async def test_no_manifest_has_a_page_hash_twice(tmp_path: Path) -> None:
-    name, content = REPEATED.manifest.key.manifest_name, REPEATED.manifest.encode()
-    with pytest.raises(FormatError, match="same page hash twice"):
-        decode_named_manifest(content, name)
-    async with running_server(ServerConfig(tmp_path, port=0, grace_s=1)) as server, aiohttp.ClientSession() as session:
-        for number, body, status in ((0, REPEATED.data, 201), (1, content, 422)):
-            path = f"{server.url}/v1/objects/{(REPEATED.data_name, name)[number]}"
-            async with session.put(path, data=body) as answer:
-                assert answer.status == status, await answer.text()
-    assert not (tmp_path / name).exists()
+async def test_no_manifest_has_a_page_hash_twice(store: LocalStore) -> None:
+    await store.put(REPEATED.data_name, REPEATED.data)
+    with failing("invalid", "same page hash twice"):
+        await store.put(REPEATED.manifest.key.manifest_name, REPEATED.manifest.encode())
+    assert await names(store) == {REPEATED.data_name}
 
 
-async def test_bad_manifests_in_the_directory_cost_themselves_alone(
-    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bad_manifests_cost_no_others(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = make_segment(page_hashes(4, "refused"), 0, 4)
     _refuse(monkeypatch, refused)
     good = [page_hashes(4, f"{number}") for number in range(100)]  # more than a sweep reads in one transaction
@@ -263,13 +244,10 @@ def _refuse(monkeypatch: pytest.MonkeyPatch, refused: CodedSegment) -> None:
     monkeypatch.setattr(rows, "object_digest", fail)
 
 
-LIMIT_BYTES = 32 << 10
-
-
 @contextmanager
 def limited_files() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, hard))
     try:
         yield
     finally:
@@ -303,10 +281,6 @@ def mounted(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def make_read_only(folder: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-
-
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.parametrize("is_clean", [True, False])
@@ -319,7 +293,7 @@ async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None
         if not is_clean:
             for path, content in kept.items():
                 path.write_bytes(content)
-        make_read_only(tmp_path)
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)  # noqa: ASYNC221
         store = LocalStore(tmp_path / "store")
         assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
         usage = await store.usage()
@@ -330,26 +304,18 @@ async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None
         await store.close()
 
 
-class StandstillLock:
-    """A lock which the machine stands still for, longer than a write may wait: its first wait is over without it."""
-
-    def __init__(self, standstill_s: float) -> None:
-        self._lock = threading.Lock()
-        self._standstill_s = standstill_s
-        self.release = self._lock.release
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if blocking and self._standstill_s:
-            time.sleep(self._standstill_s)
-            self._standstill_s = 0.0
-            return False
-        return self._lock.acquire(blocking, timeout)
-
-
 async def test_a_write_goes_on_after_the_machine_stood_still(make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it waits for has stood still as well."""
+    """For longer than it may wait for a lock. What it waits for has stood still as well."""
+    lock, stands = threading.Lock(), [1.0]
+
+    def acquire(blocking: bool = True, timeout: float = -1) -> bool:
+        if blocking and stands:
+            time.sleep(stands.pop())
+            return False
+        return lock.acquire(blocking, timeout)
+
     monkeypatch.setattr("sgl_kvfetch.directory.catalog._BUSY_S", 0.5)
     store = make()
-    monkeypatch.setattr(store._catalog, "_writer_lock", StandstillLock(1.0))
+    monkeypatch.setattr(store._catalog, "_writer_lock", SimpleNamespace(acquire=acquire, release=lock.release))
     await put_segment(store, make_segment(CHAIN, 0, 4))
     assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4

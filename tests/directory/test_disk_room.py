@@ -312,7 +312,7 @@ async def test_nothing_is_evicted_for_what_others_take_over_the_reserve(make: Ma
 
 
 @pytest.mark.usefixtures("tiny_stores")
-async def test_what_others_had_a_day_ago_is_theirs(
+async def test_what_others_had_yesterday_is_theirs(
     make: MakeStore, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logs that grow slowly get their room."""
@@ -328,9 +328,7 @@ async def test_what_others_had_a_day_ago_is_theirs(
     assert await found(store, range(100)) >= 3
 
 
-async def test_a_disk_that_others_keep_full_costs_one_eviction(
-    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_costs_one_eviction(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a quota, which only a failed write shows: what is freed is gone at once."""
     store = make(capacity_bytes=None)
     await fill(store, range(10))

@@ -21,6 +21,7 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.stores import Store
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, SPEC, segment
 from tests.directory.conftest import MakeStore
@@ -44,7 +45,7 @@ def chain(number: int) -> CodedSegment:
     return replace(segment(), manifest=msgspec.structs.replace(segment().manifest, page_hashes=hashes))
 
 
-async def fill(store: LocalStore, numbers: Iterable[int]) -> None:
+async def fill(store: Store, numbers: Iterable[int]) -> None:
     for number in numbers:
         await commit_segment(store, chain(number))
 

@@ -30,14 +30,6 @@ async def test_a_segment_without_its_data_is_hidden_until_the_data_returns(store
     assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
 
 
-async def test_data_with_a_wrong_digest_is_refused(store: LocalStore, tmp_path: Path) -> None:
-    name = data_object(b"right")
-    with failing("invalid", "digest"):
-        await store.put(name, b"wrong")
-    assert await store.get(name) is None
-    assert unfinished(tmp_path) == []
-
-
 async def test_corrupt_manifests_are_skipped(store: LocalStore, tmp_path: Path) -> None:
     chain = page_hashes(8)
     for first in (0, 4):

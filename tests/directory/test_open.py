@@ -59,12 +59,13 @@ def test_errors_for_other_urls_name_what_is_allowed_and_no_secrets() -> None:
     ("url", "options", "message"),
     [
         ("file:///x", {"token": "t"}, "token"),
+        ("file:///x", {"capacity_bytes": 0}, "capacity_bytes is 0"),
         ("http://x", {"capacity_bytes": 1}, "capacity_bytes"),
         ("s3://x", {"capacity_bytes": 1}, "capacity_bytes"),
         ("s3://x", {"token": "t"}, "is a bucket"),
     ],
 )
-def test_options_for_another_kind_of_store_are_refused(url: str, options: dict[str, Any], message: str) -> None:
+def test_options_that_a_store_cannot_have_are_refused(url: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_store(url, **options)
 

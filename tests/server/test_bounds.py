@@ -73,19 +73,16 @@ async def test_a_lookup_takes_memory_before_it_reads(tmp_path: Path, monkeypatch
     assert budget.left_bytes == 1 << 20
 
 
-async def test_bodies_take_memory_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_budget(monkeypatch, 100_000)
-    async with serving(tmp_path) as (server, _):
+async def test_bodies_take_memory_before_they_are_read_and_answers_until_they_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = with_budget(monkeypatch, 10_000)
+    async with serving(tmp_path) as (server, session):
         for line, unannounced in ((f"POST {wire.Route.LOOKUP}", 503), (f"PUT {wire.Route.NOTES}/pins/{'0' * 64}", 411)):
             for length, status in (("Content-Length: 1000000", 503), ("Transfer-Encoding: chunked", unannounced)):
                 sent = request(line, length, "Content-Type: application/json")  # and none of the body
                 async with connected(server, sent) as reader:
                     assert status_of(await reader.readline()) == status
-
-
-async def test_answers_take_memory_until_they_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = with_budget(monkeypatch, 10_000)
-    async with serving(tmp_path) as (_, session):
         async with session.get(wire.PAGE_PATHS[-1]) as response:
             assert response.status == 503
         assert budget.left_bytes == 10_000

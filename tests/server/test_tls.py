@@ -170,24 +170,6 @@ async def test_a_replaced_file_needs_no_restart(file: str, files: Rotating, monk
         await store.close()
 
 
-async def test_files_that_break_leave_the_certificates_as_they_are(
-    files: Rotating, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(user_files, "LOOK_EVERY_S", 0.01)
-    caplog.set_level("INFO")
-    async with running_server(files.config()) as server:
-        store = files.client(server.url)
-        for name in FILES:
-            (files.folder / "first" / f"{name}.pem").write_text("nonsense")
-        await until(lambda: caplog.text.count("keeping the old certificates") > 0)
-        assert await is_well(store)
-        assert caplog.text.count("keeping the old certificates") == 2  # the server's and the client's, once each
-        files.write("B", **dict.fromkeys(FILES, files.new))
-        await until(lambda: "read the certificates again" in caplog.text)
-        await until(lambda: is_well(store))
-        await store.close()
-
-
 def test_sighup_reads_tokens_and_certificates_again(files: Rotating) -> None:
     """Before anybody would look by itself whether they have changed."""
     tokens, pem = files.folder / "tokens", str(files.folder / "server.pem")

@@ -15,7 +15,7 @@ import pytest
 from harness.small_segments import NAMESPACE, make_segment, page_hashes
 from harness.waiting import until
 from sgl_kvfetch import __version__
-from sgl_kvfetch.codec import StoreKeys, secure_segment
+from sgl_kvfetch.codec import secure_segment
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import Labels
@@ -147,7 +147,9 @@ async def test_who_reads_and_writes_and_how_long_it_takes(tmp_path: Path) -> Non
     assert metrics.answer_times(earlier) == {"read": AnswerTimes(0.003, inf)}
 
 
-async def test_profiles_are_shown(tmp_path: Path) -> None:
+async def test_what_a_store_shows_of_what_it_has_no_key_for(tmp_path: Path) -> None:
+    """Names and sizes; no codecs."""
+    segment = secure_segment(make_segment(page_hashes(4), 0, 4), KEYS)
     digests = []
     for number in (1, 2):
         name, data = seal_profile(save(tmp_path, number), KEYS)
@@ -156,8 +158,13 @@ async def test_profiles_are_shown(tmp_path: Path) -> None:
         path.write_bytes(data)
         os.utime(path, (1e9 + number, 1e9 + number))
         digests.append(path.name)
-    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4)) as (_, session):
-        newest, older = (await get(session, wire.Route.SUMMARY))["profiles"]
+    async with serving(tmp_path / "store", segment) as (_, session):
+        summary = await get(session, wire.Route.SUMMARY)
+        about = await get(session, f"{wire.Route.SEGMENTS}/{segment.manifest.key.manifest_name}")
+    assert [each["codecs"] for each in about["codings"]] == [["aes-256-gcm"]]
+    (row,) = summary["folders"]
+    assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
+    newest, older = summary["profiles"]
     assert [newest["digest"], older["digest"]] == digests[::-1]
     assert [newest["is_newest"], older["is_newest"]] == [True, False]
     assert (newest["model"], newest["put_s"], newest["problem"]) == ("numbers", 1e9 + 2, "")
@@ -232,16 +239,6 @@ async def test_looking_is_no_use_and_a_damaged_manifest_is_named(tmp_path: Path)
     await store.close()
 
 
-async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
-    """Its names and sizes; no codecs."""
-    segment = secure_segment(make_segment(page_hashes(4), 0, 4), StoreKeys(b"k" * 32))
-    async with serving(tmp_path, segment) as (_, session):
-        (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
-        assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
-        about = await get(session, f"{wire.Route.SEGMENTS}/{segment.manifest.key.manifest_name}")
-        assert [each["codecs"] for each in about["codings"]] == [["aes-256-gcm"]]
-
-
 async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
     segments = list(odd_segments())
     async with serving(tmp_path, *segments) as (_, session):
@@ -257,27 +254,18 @@ async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [ValueError("a text that nobody thought of"), StoreError("io", "a bad sector")])
-async def test_a_folder_that_cannot_be_shown_costs_one_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
-) -> None:
+async def test_an_odd_folder_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
     """Because of its names, or as its manifest cannot be read."""
     good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
-    names, peek = Labels.model_name, LocalStore.peek
+    place, name = (LocalStore, "peek") if isinstance(fault, StoreError) else (Labels, "model_name")
+    method = getattr(place, name)
 
-    def fail_by_name(labels: Labels, identity: str) -> str:
-        if identity == "bad":
+    def fail(self: object, what: str) -> object:
+        if what in ("bad", bad.manifest.key.manifest_name):
             raise fault
-        return names(labels, identity)
+        return method(self, what)
 
-    async def fail_to_read(store: LocalStore, name: str) -> bytes | None:
-        if name == bad.manifest.key.manifest_name:
-            raise fault
-        return await peek(store, name)
-
-    if isinstance(fault, StoreError):
-        monkeypatch.setattr(LocalStore, "peek", fail_to_read)
-    else:
-        monkeypatch.setattr(Labels, "model_name", fail_by_name)
+    monkeypatch.setattr(place, name, fail)
     async with serving(tmp_path, good, bad) as (_, session):
         rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
     assert rows[good.manifest.heads.folder]["model"] == "conformance"

@@ -85,6 +85,8 @@ class StoreConformance:
             assert await store.delete(name) is True
         await store.close()
         await store.close()
+        with pytest.raises(StoreError, match="closed"):
+            await store.get(name)
 
     async def test_delete_prefix(self, store: Store) -> None:
         assert await store.delete_prefix("") == 0

@@ -8,6 +8,8 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +27,7 @@ from tests.stores.conftest import saying
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
+SEGMENT = make_segment(page_hashes(4), 0, 4)
 OPTIONS = HttpOptions(timeout_s=WAIT_S, backoff_s=0.01)
 DEADLINE_S = 0.5
 
@@ -115,9 +118,6 @@ async def test_endless_bodies_are_limited(answering: Start) -> None:
     assert await reason_of(anext(aiter(store.list()))) == "protocol"
 
 
-ROW = [b"manifest", 0, 2]
-
-
 async def test_long_lookups_are_split(answering: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_LOOKUP_PAGES", 4)
     asked = []
@@ -137,7 +137,7 @@ async def test_long_lookups_are_split(answering: Start, monkeypatch: pytest.Monk
 NESTED = b'{"later": ' + b"[" * 3000
 INVALID_HITS: list[object] = [
     {"hits": []},
-    [ROW, ROW],  # four pages, three were asked for
+    [[b"m", 0, 2]] * 2,  # four pages, three were asked for
     [[b"m", 0, 0]],
     [[b"m", -1, 1]],
     [[b"", 0, 1]],
@@ -166,10 +166,7 @@ async def test_invalid_answers(answering: Start) -> None:
     for body in LISTINGS:
         assert await reason_of(anext(aiter(store.list()))) == "protocol", body[:50]
     body = b'{"deleted": 1}'
-    assert (
-        await reason_of(store.report_damage(make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name))
-        == "protocol"
-    )
+    assert await reason_of(store.report_damage(SEGMENT.manifest.key.manifest_name)) == "protocol"
     body = NESTED
     for status, expected in ((200, "protocol"), (500, "server")):  # noqa: B007, the server answers with it
         for asked in (store.notes(PINS), store.notes(PROFILES), store.folders()):
@@ -178,9 +175,8 @@ async def test_invalid_answers(answering: Start) -> None:
 
 @pytest.mark.process
 async def test_an_interrupted_listing_raises(store: HttpStore, proxy: FaultyProxy) -> None:
-    await put_segment(store, make_segment(page_hashes(4), 0, 4))
+    await put_segment(store, SEGMENT)
     await proxy.set(Fault("close", after_bytes=200))
-
     with failing("truncated"):
         [info async for info in store.list()]
 
@@ -229,25 +225,15 @@ async def test_a_servers_text_does_not_control_our_log(hostile: str) -> None:
         await store.close()
 
 
-class Endless:
-    """A response whose body does not end, and whose length is not known."""
-
-    url = "http://127.0.0.1"
-    content_length = None
-
-    @property
-    def content(self) -> Endless:
-        return self
-
-    async def read(self, most: int) -> bytes:
+async def test_a_body_of_unknown_length_takes_its_limit_once() -> None:
+    async def endless(most: int) -> bytes:
         return bytes(min(most, 1 << 18))
 
-
-async def test_a_body_of_unknown_length_takes_its_limit_once() -> None:
+    response: Any = SimpleNamespace(url="http://a", content_length=None, content=SimpleNamespace(read=endless))
     tracemalloc.start()
     try:
         with pytest.raises(StoreError, match="exceeds the limit"):
-            await read_whole(Endless(), 64 << 20)  # type: ignore[arg-type]
+            await read_whole(response, 64 << 20)
         assert tracemalloc.get_traced_memory()[1] < 80 << 20
     finally:
         tracemalloc.stop()

@@ -55,16 +55,24 @@ def manifest_name(first_page: int, num_pages: int) -> str:
 
 
 async def test_a_hit_takes_a_get_a_segment_and_a_miss_one_a_length(
-    store: IndexedS3Store, s3_proxy: FaultyProxy
+    store: IndexedS3Store, index: RedisProcess, pages: PageIndex, s3_proxy: FaultyProxy
 ) -> None:
     assert await store.lookup(FOLDER, CHAIN) == Lookup(())
     assert len(s3_proxy.requests) == 6  # lengths 1 to 32
     await put(store, (0, 16), (16, 8))
-    s3_proxy.requests.clear()
-    assert parts(await store.lookup(FOLDER, CHAIN[3:20])) == [(3, 13), (0, 4)]
-    assert sorted(s3_proxy.requests) == sorted(
-        ("GET", f"/{BUCKET}/kv/{manifest_name(*segment)}") for segment in ((0, 16), (16, 8))
-    )
+    gets = [("GET", f"/{BUCKET}/kv/{manifest_name(*segment)}") for segment in ((0, 16), (16, 8))]
+    for is_flushed in (False, True):
+        if is_flushed:
+            index.client.flushall()
+            assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]  # by their names
+
+            async def are_known() -> bool:  # pages are entered again
+                return None not in await pages.find(FOLDER, CHAIN[:24])
+
+            await until(are_known)
+        s3_proxy.requests.clear()
+        assert parts(await store.lookup(FOLDER, CHAIN[3:20])) == [(3, 13), (0, 4)]
+        assert sorted(s3_proxy.requests) == sorted(gets)
 
 
 async def test_a_deleted_manifest_has_no_pages(store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy) -> None:
@@ -74,22 +82,6 @@ async def test_a_deleted_manifest_has_no_pages(store: IndexedS3Store, pages: Pag
     assert len(s3_proxy.requests) == 2
     assert [entry is not None for entry in await pages.find(FOLDER, CHAIN)] == [False] * 16 + [True] * 8 + [False] * 8
     assert not await store.delete(manifest_name(0, 16))
-
-
-async def test_pages_are_entered_again_after_a_flush(
-    store: IndexedS3Store, index: RedisProcess, pages: PageIndex, s3_proxy: FaultyProxy
-) -> None:
-    await put(store, (0, 16), (16, 8))
-    index.client.flushall()
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]  # by their names
-
-    async def are_known() -> bool:
-        return None not in await pages.find(FOLDER, CHAIN[:24])
-
-    await until(are_known)
-    s3_proxy.requests.clear()
-    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]
-    assert len(s3_proxy.requests) == 2
 
 
 async def test_a_page_that_the_index_lost_does_not_hide_the_others(store: IndexedS3Store, pages: PageIndex) -> None:

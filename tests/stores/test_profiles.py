@@ -84,9 +84,7 @@ async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
         (KEYS, OTHERS, f"encrypted with the key {KEYS.ids[0]}, expected one of {OTHERS.ids[0]}"),
     ],
 )
-async def test_only_holders_of_the_keys_publish(
-    tmp_path: Path, made_with: StoreKeys, read_with: StoreKeys, message: str
-) -> None:
+async def test_holders_of_keys_read(tmp_path: Path, made_with: StoreKeys, read_with: StoreKeys, message: str) -> None:
     path, store = save(tmp_path), LocalStore(tmp_path / "store")
     await publish_profile(store, path, made_with)
     (listed,) = await list_profiles(store)

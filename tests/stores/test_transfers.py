@@ -18,7 +18,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.objects import Pieces
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import HttpOptions
+from sgl_kvfetch.stores import HttpOptions, transfers
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.transfers import Transfers
 from tests.stores.conformance import failing
@@ -188,6 +188,18 @@ async def test_bytes_that_follow_an_answer_belong_to_no_other(start: Start) -> N
     assert await read(receiver, url, 7, 1000) == CONTENT[7:1000]
 
 
+async def test_an_idle_or_closed_connection_is_not_used_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def last(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(first, end, more="Connection: close\r\n") + CONTENT[first:end])
+
+    for answer, idle_s in ((last, 60.0), (right, -1.0)):
+        server, receiver, url = await start(answer)
+        monkeypatch.setattr(transfers, "_IDLE_S", idle_s)
+        for _ in range(3):
+            assert await read(receiver, url, 0, 10) == CONTENT[:10]
+        assert [len(each) for each in server.requests] == [1, 1, 1]
+
+
 async def test_nothing_is_written_once_a_read_is_cancelled(start: Start) -> None:
     may_go_on = asyncio.Event()
 
@@ -223,6 +235,7 @@ async def test_uploads_of_pieces_side_by_side_are_whole(tmp_path: Path) -> None:
         assert [await store.get(data_object(whole)) == whole for whole in wholes] == [True] * 12
         with failing("invalid", "does not match the digest"):
             await store.put(data_object(b"another"), wholes[0])
+        assert await store.get(data_object(b"another")) is None
         await store.close()
 
 
