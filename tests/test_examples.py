@@ -74,34 +74,6 @@ def test_what_a_store_would_do_for_a_log(tiny_llama: Path, tmp_path: Path) -> No
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("traffic.py nosuch --model MODEL --link 10Gbps --prefill-tps 9", "nosuch cannot be re"),
-        (
-            "traffic.py LOG --model MODEL --link 10 --prefill-tps 9",
-            "--link '10': expected a form such as 10Gbps or 500",
-        ),
-        ("compress.py --model MODEL --profile nosuch --text README.md", "profile nosuch cannot be"),
-        ("compress.py --model MODEL --profile nosuch --text nosuch", "No such file or directory"),
-        ("openai_client.py http://127.0.0.1:1/v1 README.md", "http://127.0.0.1:1/v1, README.md: Connection err"),
-        ("openai_client.py http://127.0.0.1:1/v1 nosuch", "No such file or directory"),
-        ("two_servers.py --help", "Show a store at work"),
-    ],
-)
-def test_what_is_wrong_is_no_traceback(command: str, says: str, tiny_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text(json.dumps({"prompt": [3]}))
-    stands_for = {"MODEL": str(tiny_llama), "LOG": str(tmp_path / "log.jsonl")}
-    program, *args = (stands_for.get(word, word) for word in command.split())
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command_line = [sys.executable, str(EXAMPLES / program), *args]
-    done = subprocess.run(command_line, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode in (1, 2)
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_servers_find_the_profile_that_was_calibrated(tmp_path: Path) -> None:
     shape = TinyLlama(128, 32, 32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32)

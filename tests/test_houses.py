@@ -158,26 +158,26 @@ def test_long_functions_say_what_they_do_for_their_caller() -> None:
     assert without == []
 
 
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "concepts"))
+
+
 def test_few_modules_name_a_concept() -> None:
     """`scripts/concepts --list` prints them."""
-    script = runpy.run_path(str(ROOT / "scripts" / "concepts"))
-    for concept, (_, limit) in script["CONCEPTS"].items():
-        found = script["modules_that_name"](concept)
+    for concept, (_, limit) in SCRIPT["CONCEPTS"].items():
+        found = SCRIPT["modules_that_name"](concept)
         assert found, concept
         assert limit is None or len(found) <= limit, "\n".join(found)
 
 
 def test_sglangs_process_imports_not_much() -> None:
     """`scripts/concepts --list` prints what, and why."""
-    script = runpy.run_path(str(ROOT / "scripts" / "concepts"))
-    found = script["reach"]()
+    found = SCRIPT["reach"]()
     assert {"sgl_kvfetch.engine.process", "sgl_kvfetch.codec.quant.klt"} <= found.keys()  # through doors, too
-    sizes = script["reach_sizes"]()
-    assert {what: count for what, count in sizes.items() if not 0 < count <= script["REACH"][what]} == {}
+    sizes = SCRIPT["reach_sizes"]()
+    assert {what: count for what, count in sizes.items() if not 0 < count <= SCRIPT["REACH"][what]} == {}
 
 
 def test_what_users_choose_from_does_not_grow() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "concepts"))
-    found = script["sizes"]()
-    assert found.keys() == script["SIZES"].keys()
-    assert {what: count for what, count in found.items() if not 0 < count <= script["SIZES"][what]} == {}
+    found = SCRIPT["sizes"]()
+    assert found.keys() == SCRIPT["SIZES"].keys()
+    assert {what: count for what, count in found.items() if not 0 < count <= SCRIPT["SIZES"][what]} == {}

@@ -9,7 +9,7 @@ from typing import Any
 from harness.models import FAMILIES, IMAGE_TEXT, OTHER_FAMILIES, OTHER_IMAGE_TEXT
 from sgl_kvfetch.codec.calibrate.layers import WINDOWS_APART
 from tests.codec.calibrate import test_addend, test_layers
-from tests.e2e import families
+from tests.e2e import test_families
 
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 NAMED = {
@@ -79,7 +79,7 @@ def families_of(test: Any) -> set[str]:
 
 def test_every_model_of_the_tests_is_named_in_its_row_and_no_other_is() -> None:
     served = {*FAMILIES, *IMAGE_TEXT, "llama", *test_layers.MADE}
-    served |= {*families.SEEN, *families.IN_TRITON}
+    served |= {*test_families.SEEN, *test_families.IN_TRITON}
     calibrated = families_of(test_layers.test_layers_compute_what_the_whole_model_does)
     calibrated |= {*test_layers.WITH_IMAGES, *test_addend.FAMILIES, *OTHER_FAMILIES, *OTHER_IMAGE_TEXT} | served
     assert {name for models in NAMED.values() for name in models} == calibrated

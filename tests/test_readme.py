@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import urllib.request
 from pathlib import Path
 
@@ -89,12 +87,3 @@ def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path, monkeypatch: 
             wait_until(lambda: kvfetch(*why).exit_code == 0, found=lambda: kvfetch(*why).output + answering.tail())
             assert "8 pages are stored and sound" in kvfetch(*why).output
         assert "wants a token" in kvfetch("inspect", url).stderr
-
-
-def test_two_commands() -> None:
-    """`scripts/test` runs this test, and tests/benchmarks/test_smoke.py runs the demo."""
-    commands = [line.partition("#")[0].split() for line in TWO_COMMANDS.splitlines()]
-    assert commands == [["scripts/demo"], ["scripts/test"]]
-    for (script,) in commands:
-        assert os.access(ROOT / script, os.X_OK)
-        subprocess.run(["bash", "-n", ROOT / script], check=True)

@@ -133,18 +133,19 @@ def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path
 
 
 def test_verify_compares_with_digests(kvfetch: str, tmp_path: Path) -> None:
-    """Also of encrypted segments with their key: without torch, nothing is decrypted."""
-    root, key_file, segment = tmp_path / "store", tmp_path / "keys", make_segment(num_pages=4)[0]
+    """Also encrypted segments with their key: without torch, nothing is decrypted."""
+    plain, locked, key_file = tmp_path / "plain", tmp_path / "locked", tmp_path / "keys"
     key_file.write_text("6b" * 32)
-    put(root, segment)
-    put(root, secure_segment(make_segment(num_pages=4, model="another")[0], KEYS))
-    verify = ("verify", str(root), "--json", "--key-file", str(key_file))
-    report = json.loads(run(kvfetch, *verify).stdout)
-    assert (report["num_segments"], report["num_locked"], report["missing_package"]) == (2, 1, "numpy")
-    assert report["problems"] == []
-    assert report["read_bytes"] == sum(path.stat().st_size for path in root.rglob("*.kv?"))
-    flip(root / segment.data_name, len(segment.data) // 2)
-    done = run(kvfetch, *verify)
+    segment = make_segment(num_pages=4)[0]
+    put(plain, segment)
+    put(locked, secure_segment(segment, KEYS))
+    for root, options in ((plain, ()), (locked, ("--key-file", str(key_file)))):
+        report = json.loads(run(kvfetch, "verify", str(root), "--json", *options).stdout)
+        assert (report["num_segments"], report["num_locked"], report["missing_package"]) == (1, 0, "numpy")
+        assert report["problems"] == []
+        assert report["read_bytes"] == sum(path.stat().st_size for path in root.rglob("*.kv?"))
+    flip(plain / segment.data_name, len(segment.data) // 2)
+    done = run(kvfetch, "verify", str(plain), "--json")
     assert done.returncode == 1
     (problem,) = json.loads(done.stdout)["problems"]
     assert problem == {"name": segment.data_name, "what": "its bytes do not match the digest in its name"}

@@ -26,12 +26,10 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/test_wheel.py",
     ),
     "families of models": (
-        "tests/e2e/families.py",
         "tests/e2e/drafts.py",
         "tests/e2e/test_families.py",
         "tests/e2e/test_draft_model.py::test_a_draft_model_goes_on_from_what_it_stored[host]",
         "tests/e2e/test_draft_model.py::test_a_draft_model_goes_on_from_what_it_stored[on the GPU path]",
-        "tests/e2e/test_draft_model.py::test_the_model_goes_on_from_what_klt_restores",
         "tests/codec/calibrate/test_real_model.py",
     ),
     "fuzzers, soaks and benchmarks": (

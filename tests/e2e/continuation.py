@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.codec.kv_model import KVModel
-from harness.engine import Generation, SGLangServer, device_args, hicache_args
+from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec import CalibrationOptions, calibrate_model, map_layers
@@ -25,28 +24,11 @@ from tests.segments import there_and_back
 
 
 @torch.no_grad()
-def continue_from_quantised(
-    model_path: Path, prompt: list[int], num_cached: int, quantiser: Quantiser, num_new: int
-) -> tuple[list[int], list[float]]:
-    """Greedy tokens and their logprobs by transformers, the first ``num_cached`` tokens' KV quantised."""
-    model = KVModel(str(model_path))
-    k, v = model.kv(torch.tensor(prompt[:num_cached]))
-    restored = there_and_back(quantiser, {"k": k, "v": v})
-    ids = prompt[num_cached:]
-    logprobs: list[float] = []
-    for _ in range(num_new):
-        log_p = model.log_probabilities(restored["k"], restored["v"], torch.tensor(ids))[-1]
-        ids = [*ids, int(log_p.argmax())]
-        logprobs.append(float(log_p[ids[-1]]))
-    return ids[len(ids) - num_new :], logprobs
-
-
-@torch.no_grad()
 def continue_by_layers(
-    model_path: Path, prompt: list[int], num_cached: int, quantiser: KltQuantiser | None, output: list[int]
+    model_path: Path, prompt: list[int], num_cached: int, quantiser: Quantiser | None, output: list[int]
 ) -> tuple[list[int], list[float]]:
     """The most likely tokens, and logprobs of ``output``, where the first ``num_cached`` tokens' K and V are quantised
-    in the layers that a profile is of. What other layers keep is as it was. Without a quantiser, all is."""
+    in the layers that a profile is of, or else in all. What other layers keep is as it was."""
     model = LayeredModel(str(model_path))
     following = torch.tensor([*prompt[num_cached:], *output[:-1]])
     calls, after_calls = model.calls(num_cached), model.calls(len(following), num_cached)
@@ -57,7 +39,9 @@ def continue_by_layers(
             hidden, past = layer.forward(hidden, calls)
         passed.append(past)
     if quantiser is not None:
-        coded = quantiser.profile.layers.coded
+        coded: Sequence[int] = range(model.num_layers)
+        if isinstance(quantiser, KltQuantiser):
+            coded = quantiser.profile.layers.coded
         pairs = [past for number in coded if isinstance(past := passed[number], KV)]
         k, v = (torch.stack(x, dim=1) for x in zip(*((each.k, each.v) for each in pairs), strict=True))
         restored = there_and_back(quantiser, {"k": k, "v": v})
@@ -81,27 +65,6 @@ def calibrated(model: Path) -> Profile:
     profile = calibrate_model(loaded, {"text": windows}, layers, describe, CalibrationOptions(num_context=256))
     profile.save(model.with_suffix(".profile"))
     return profile
-
-
-def restored_in_both_modes(model: Path, profile: Profile, store: StoreProcess) -> tuple[Generation, KltQuantiser]:
-    """Store a prompt in host mode, and go on from what is restored in both modes. Return the answer, which is equal in
-    both, and what the prompt was stored with."""
-    target_kl = profile.curve[1].kl  # a step that shows
-    config: dict[str, Any] = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
-    with SGLangServer(model, extra_args=hicache_args(store.url, **config)) as server:
-        computed = ask(server, make_prompt(0))
-        wait_until_written(server, 640 // PAGE_SIZE)
-        server.flush()
-        answer = ask(server, make_prompt(0))
-        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-    assert from_storage(answer) >= 0.9 * 640
-    assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work
-    with SGLangServer(model, extra_args=device_args(store.url, **config, mode="read_only")) as server:
-        again = ask(server, make_prompt(0))
-        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-    assert from_storage(again) == from_storage(answer)
-    assert same_answer(again, answer)
-    return answer, KltQuantiser(profile, target_kl)
 
 
 Serve = Callable[..., AbstractContextManager[SGLangServer]]  # with the mode, and keys of the config

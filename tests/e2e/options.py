@@ -1,10 +1,13 @@
-"""What SGLang's options for HiCache do with us, on a real server: the table in docs/configuration.md.
+"""What SGLang's options for HiCache do with us, on a real server: the table in docs/configuration.md. And what a
+release of SGLang stored comes back after a restart, and to servers of the environment's own release.
 
 ``scripts/test --sglang VERSION`` runs this file.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +16,10 @@ import pytest
 from harness.engine import ServerError, SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
+from sgl_kvfetch.plugin.versions import installed_version
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import PAGES
-from tests.linker import needs_linker
+from tests.linker import HAS_LINKER, needs_linker
 
 pytestmark = pytest.mark.sglang
 
@@ -89,3 +93,24 @@ def test_what_stops_a_start(
     server = SGLangServer(model, extra_args=[*args(store.url), *flags])
     with pytest.raises(ServerError, match=message):
         server.start()
+
+
+MODES = {"host": hicache_args} | ({"device": device_args} if HAS_LINKER else {})
+
+
+@pytest.mark.parametrize("args", MODES.values(), ids=MODES)
+def test_what_it_stored_comes_back(
+    model: Path, store: StoreProcess, expected: Expected, args: Callable[[str], list[str]]
+) -> None:
+    flags = args(store.url)
+    with SGLangServer(model, extra_args=flags) as writer:
+        assert json.loads(writer.request("GET", "/server_info"))["version"] == installed_version()
+        answer = ask(writer, make_prompt(0))
+        assert from_storage(answer) == 0
+        assert same_answer(answer, expected[0])
+        wait_until_written(writer, PAGES)
+    for path in (os.environ.get("PYTHONPATH", ""), ""):
+        with SGLangServer(model, extra_args=flags, env={"PYTHONPATH": path}) as reader:
+            answer = ask(reader, make_prompt(0))
+            assert from_storage(answer) >= 0.9 * 640
+            assert same_answer(answer, expected[0])

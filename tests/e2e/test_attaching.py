@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ from harness.attaching import attach, detach
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
+from tests.e2e.conftest import from_storage, make_prompt
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-PROMPT = random.Random(1).choices(range(3, 2048), k=640)
+PROMPT = make_prompt(1)
 CACHED_TOKENS = 624  # whole pages of the prompt less its last token, which is always computed
-
-
-def _stored(generation: Generation) -> int:
-    return int(generation.cached_tokens_details.get("storage", 0))
 
 
 def _attach(server: SGLangServer, store: str, **config: Any) -> str:
@@ -35,7 +31,7 @@ def _hit_after_flush(server: SGLangServer) -> Generation:
     def is_stored() -> bool:
         server.flush()
         last.append(server.generate(input_ids=PROMPT))
-        return _stored(last[-1]) == CACHED_TOKENS
+        return from_storage(last[-1]) == CACHED_TOKENS
 
     wait_until(is_stored, poll_s=0.1)
     return last[-1]
@@ -58,7 +54,7 @@ def test_attached_at_run_time_and_read_by_another_server_until_its_weights_chang
         assert server.generate(input_ids=PROMPT).cached_tokens == 0
         server.flush()
         assert "attached" in _attach(server, store.url)
-        assert _stored(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
+        assert from_storage(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
         detach(server)
 
     # A server of its own, since its weights are changed, with flags that change no values.
@@ -67,7 +63,7 @@ def test_attached_at_run_time_and_read_by_another_server_until_its_weights_chang
     args += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
     with SGLangServer(model, extra_args=args, admin_api_key="admin") as server:
         fetched = server.generate(input_ids=PROMPT, logprobs=True)
-        assert _stored(fetched) == CACHED_TOKENS
+        assert from_storage(fetched) == CACHED_TOKENS
         assert fetched.output_ids == computed.output_ids
         assert len(fetched.logprobs) == len(fetched.output_ids)
         assert "sglang" in server.metrics()

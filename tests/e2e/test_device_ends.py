@@ -154,10 +154,7 @@ def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: P
 
     with pytest.raises(ServerError, match=r"status 400[\s\S]*codek"):
         attach(server, link.url, codek="hevc")
-    with pytest.raises(ServerError, match=r"status 400[\s\S]*no such|No such"):
-        attach(server, link.url, quantiser="klt", profile=str(tmp_path / "none"))
     assert attached(server) is None
-    assert ask(server, make_prompt(0)).cached_tokens >= 0.9 * 640
 
     # Another store, which gets what was computed while there was none.
     with StoreProcess(tmp_path / "store") as store:

@@ -12,9 +12,7 @@ from harness.metrics import wait_until_written
 from harness.models import TinyLlama, make_tiny_llama
 from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from tests.e2e.conftest import PAGE_SIZE, from_storage
-from tests.e2e.continuation import calibrated, continue_by_layers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -73,23 +71,3 @@ def test_a_draft_model_goes_on_from_what_it_stored(mode: str, tmp_path: Path, st
         assert from_storage(answer) == 0
         assert answer.output_ids == computed.output_ids
         assert accepted < 1.5
-
-
-def test_the_model_goes_on_from_what_klt_restores(tmp_path: Path, store: StoreProcess) -> None:
-    model, draft = (make_tiny_llama(tmp_path / name, SHAPE) for name in ("model", "draft"))
-    profile = calibrated(model)
-    target_kl = profile.curve[1].kl
-    config = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
-    with serve("device", model, draft, store, **config) as server:
-        computed, _ = ask(server)
-        wait_until_written(server, len(PROMPT) // PAGE_SIZE)
-        server.flush()
-        restored, accepted = ask(server)
-        num_cached = from_storage(restored)
-        assert num_cached >= len(PROMPT) - PAGE_SIZE
-        assert accepted > 2.5  # else the draft model's cells would not be those of its prompt
-    quantiser = KltQuantiser(profile, target_kl)
-    tokens, logprobs = continue_by_layers(model, PROMPT, num_cached, quantiser, restored.output_ids)
-    assert restored.output_ids == tokens
-    assert restored.logprobs == pytest.approx(logprobs, abs=5e-3)
-    assert restored.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work

@@ -23,7 +23,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.prompts import NUM_WINDOWS
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
-from tests.e2e.continuation import continue_from_quantised
+from tests.e2e.continuation import continue_by_layers
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -80,7 +80,7 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, host: Shar
         metrics = server.metrics()
     num_cached = from_storage(answer)
     assert num_cached >= 0.9 * 640
-    tokens, logprobs = continue_from_quantised(model, prompt, num_cached, quantiser, len(answer.output_ids))
+    tokens, logprobs = continue_by_layers(model, prompt, num_cached, quantiser, answer.output_ids)
     assert answer.output_ids == tokens
     # A coefficient halfway between two integers may become the other one, if sums are taken in another order.
     assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
@@ -97,36 +97,6 @@ def _num_cells(metrics: str, coarseness: int) -> float:
 def _first_differs(answer: Generation, computed: Generation) -> bool:
     """Whether quantising was at work at all."""
     return answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-4)
-
-
-def test_levels_are_left_out_where_the_link_is_too_slow_for_all(
-    host: Shared, published: Published, tmp_path: Path
-) -> None:
-    """All levels take three times as long as a prompt may to arrive whole. That is known once it was read once."""
-    finest, *_, coarsest = (step.kl for step in load_profile(published.profile).curve)
-    levels = {"count": 3, "max_kl": min(coarsest, 10)}
-    keys = {"quantiser": "klt", "profile": str(published.profile)}
-    config: dict[str, Any] = keys | {"target_kl": finest, "levels": levels}
-    prompt = make_prompt(1)
-    with StoreProcess(tmp_path / "store") as store, host.attached(store.url, **config) as server:
-        ask(server, prompt)
-        wait_until_written(server, PAGES)
-        whole_bytes = read_metric(server.metrics(), "sgl_kvfetch_wire_bytes_total", direction="write")
-    link = StoreProcess(tmp_path / "store", port=store.port, link_gbps=[whole_bytes * 8e-9 / 3])
-    with link, host.attached(store.url, **config) as server:
-        ask(server, prompt)
-        first = server.metrics()
-        server.flush()
-        answer = ask(server, prompt)
-        second = server.metrics()
-    assert from_storage(answer) >= 0.9 * 640
-    assert _num_cells(first, 0) > 0
-    assert _num_cells(first, 1) == _num_cells(first, 2) == 0
-    coarse = _num_cells(second, 1) + _num_cells(second, 2)
-    assert coarse > 0
-    assert _num_cells(second, 0) + coarse == 2 * _num_cells(first, 0)
-    read = "sgl_kvfetch_wire_bytes_total"
-    assert read_metric(second, read, direction="read") < 1.9 * read_metric(first, read, direction="read")
 
 
 def test_a_model_without_a_profile_is_told_how_to_make_one(
@@ -177,7 +147,7 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
     profile = load_profile(path)
     assert profile.calibration.weights == fingerprint_model(str(model))
     quantiser = KltQuantiser(profile, target_kl)
-    tokens, logprobs = continue_from_quantised(model, prompt, num_cached, quantiser, len(answer.output_ids))
+    tokens, logprobs = continue_by_layers(model, prompt, num_cached, quantiser, answer.output_ids)
     assert answer.output_ids == tokens
     assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
     assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # it was quantised

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ pytestmark = [
 ]
 
 # The package `torch_memory_saver` needs a GPU. This one takes the pool's memory away from the process: an access ends
-# it with SIGSEGV. It prints whether anything was under way then.
+# it with SIGSEGV.
 SAVER = """
 import ctypes, mmap, sys
 from contextlib import nullcontext
@@ -36,22 +37,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NONE, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def _cache():
+def _protect(protection):
     frame = sys._getframe()
     while not frame.f_code.co_name.endswith("_memory_occupation"):
         frame = frame.f_back
-    return frame.f_locals["self"].scheduler.tree_cache
-
-
-def _is_under_way(cache):
-    from sgl_kvfetch.plugin.device.offloads import Copying
-
-    states = [offload.state for offload in cache.linker.cache_linker._offloads._queue]
-    return any(isinstance(state, Copying) and not state.source.is_closed for state in states)
-
-
-def _protect(cache, protection):
-    pool = cache.token_to_kv_pool_allocator.get_kvcache()
+    pool = frame.f_locals["self"].scheduler.tree_cache.token_to_kv_pool_allocator.get_kvcache()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         first = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (buffer.data_ptr() + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -71,12 +61,10 @@ class _Saver:
         return nullcontext()
 
     def pause(self, tag):
-        cache = _cache()
-        print(f"released while under way: {_is_under_way(cache)}", flush=True)
-        _protect(cache, _NONE)
+        _protect(_NONE)
 
     def resume(self, tag):
-        _protect(_cache(), _ALL)
+        _protect(_ALL)
 
 
 torch_memory_saver = _Saver()
@@ -87,58 +75,37 @@ def configure_subprocess():
 """
 
 
-@pytest.fixture(scope="module")
-def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """The way to the store."""
-    with StoreProcess(tmp_path_factory.mktemp("released") / "store") as store:
-        proxy = Proxy(store)
-        yield proxy
-        proxy.close()
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, link: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    package = tmp_path_factory.mktemp("saver")
-    (package / "torch_memory_saver.py").write_text(SAVER)
-    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
-    args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
-    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
-        yield server
-
-
-def releases(server: SGLangServer) -> list[str]:
-    return [line.rpartition(": ")[2] for line in server.log().splitlines() if "released while under way" in line]
-
-
 def release_and_resume(server: SGLangServer) -> None:
-    """Give the pool's memory up, and check that nothing used it any more."""
-    before = len(releases(server))
+    """Give the pool's memory up for a second, in which nothing may use it, and take it again."""
     server.request("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
-    assert releases(server)[before:] == ["False"]
+    time.sleep(1)
     server.request("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-def test_fetches_of_a_paused_engine_end_before_the_memory_goes(server: SGLangServer, link: Proxy) -> None:
-    answers = [ask(server, make_prompt(seed)) for seed in range(4, 6)]
-    wait_until_written(server, 2 * PAGES)
-    server.flush()
-    link.set(Fault("hang", only=is_data))
-    with ThreadPoolExecutor(1) as pool:
-        parked = begin(server, pool, 4, "parked")
-        wait_until_parked(server, 1)
-        link.wait_for_data()
-        server.request("POST", "/pause_generation", {"mode": "retract"})
-        release_and_resume(server)
-        link.reset()
-        server.request("POST", "/continue_generation", {})
-        assert json.loads(parked.result(WAIT_S))["output_ids"] == answers[0].output_ids[:4]
-    assert same_answer(ask(server, make_prompt(5)), answers[1])
-
-
-def test_copies_end_before_the_memory_goes(server: SGLangServer, link: Proxy) -> None:
+def test_fetches_and_copies_end_before_the_memory_goes(model: Path, store: StoreProcess, tmp_path: Path) -> None:
     """SGLang refuses to give memory up while anything is under way, with an assertion that ends the server."""
-    link.set(Fault("hang", only=is_write))  # so that copies wait for room
-    answers = [ask(server, make_prompt(seed)) for seed in range(6, 12)]
-    release_and_resume(server)
-    link.reset()
-    assert same_answer(ask(server, make_prompt(6)), answers[0])
+    (tmp_path / "torch_memory_saver.py").write_text(SAVER)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with closing(Proxy(store)) as link:
+        args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
+        with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
+            answers = [ask(server, make_prompt(seed)) for seed in range(4, 6)]
+            wait_until_written(server, 2 * PAGES)
+            server.flush()
+            link.set(Fault("hang", only=is_data))
+            with ThreadPoolExecutor(1) as pool:
+                parked = begin(server, pool, 4, "parked")
+                wait_until_parked(server, 1)
+                link.wait_for_data()
+                server.request("POST", "/pause_generation", {"mode": "retract"})
+                release_and_resume(server)
+                link.reset()
+                server.request("POST", "/continue_generation", {})
+                assert json.loads(parked.result(WAIT_S))["output_ids"] == answers[0].output_ids[:4]
+            assert same_answer(ask(server, make_prompt(5)), answers[1])
+
+            link.set(Fault("hang", only=is_write))  # so that copies wait for room
+            answers = [ask(server, make_prompt(seed)) for seed in range(6, 12)]
+            release_and_resume(server)
+            link.reset()
+            assert same_answer(ask(server, make_prompt(6)), answers[0])

@@ -14,7 +14,7 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.quant import PlainQuantiserName
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.continuation import continue_from_quantised
+from tests.e2e.continuation import continue_by_layers
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -70,7 +70,7 @@ def test_quantised(model: Path, host: Shared, store: StoreProcess, name: PlainQu
         answer = ask(server, prompt)
     num_cached = from_storage(answer)
     assert num_cached >= 0.9 * 640
-    tokens, logprobs = continue_from_quantised(model, prompt, num_cached, make_quantiser(name), len(answer.output_ids))
+    tokens, logprobs = continue_by_layers(model, prompt, num_cached, make_quantiser(name), answer.output_ids)
     assert answer.output_ids == tokens
     assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
     assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-3)

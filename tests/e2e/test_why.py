@@ -243,25 +243,16 @@ def detail_of(found: Any) -> str:
     return str(found["findings"][0]["detail"])
 
 
-def test_servers_that_share_nothing(device: Shared, store: StoreProcess, link: Proxy) -> None:
-    with device.attached(store.url, quantiser="uint8", **CONFIG) as server:
-        store_prompt(server, 2)
+def test_servers_that_read_late_or_nothing(device: Shared, store: StoreProcess, link: Proxy) -> None:
     with device.attached(link.url, **CONFIG) as server:
-        found = why(store, server, 2)
-        assert_why(found, Reason.OTHER_QUANTISER)
-        assert "uint8" in detail_of(found)
         # The first fetch measures the link: some pieces come, and the rest takes longer than the deadline.
         store_prompt(server, 6)
         link.set(Fault("slow", bytes_per_s=4e4, only=is_data))
         assert_why(sent_until(Reason.LATE, store, server, 6), Reason.LATE)
-    with device.attached(store.url, model_id="named", quantiser="uint8", **CONFIG) as server:
-        found = why(store, server, 2)
-        assert_why(found, Reason.OTHER_WEIGHTS)
-        assert "the server's 'id:named'" in found["findings"][0]["detail"]
-    with device.attached(store.url, quantiser="uint8", mode="write_only", **CONFIG) as server:
-        assert_why(why(store, server, 2), Reason.NOT_READING)
+    with device.attached(store.url, mode="write_only", **CONFIG) as server:
+        assert_why(why(store, server, 6), Reason.NOT_READING)
     with device.detached() as server:
-        assert_why(why(store, server, 2), Reason.NOT_ATTACHED)
+        assert_why(why(store, server, 6), Reason.NOT_ATTACHED)
 
 
 def test_a_prompt_that_is_computed_sooner(device: Shared, store: StoreProcess, link: Proxy) -> None:
@@ -282,11 +273,8 @@ def test_host_mode(host: Shared, store: StoreProcess, link: Proxy) -> None:
         assert why(store, server, 4, exit_code=0)["decided"][-1] == decided
         store_prompt(server, 6)
         assert_diverging_is_told(store, server, 6)
-        send(server, 5, "new")
-        assert_why(why_request(store, server, "new"), Reason.NEVER_WRITTEN)
         link.set(Fault("flip", after_bytes=500, only=is_data))
         send(server, 4, "flips")
-        assert_why(why(store, server, 4), Reason.CORRUPT)
         found = why_request(store, server, "flips")
         assert_why(found, Reason.CORRUPT)
         (decided,) = found["decided"]

@@ -95,6 +95,17 @@ def test_what_was_not_fetched_has_no_time_and_no_gain(capsys: pytest.CaptureFixt
     assert "1 of 6 prompts were not fetched: in_memory. What to do: the server had them in its memory" in output
 
 
+def test_a_server_that_tells_nothing_of_a_request() -> None:
+    request = _Answer(2.0, {"device": 0, "host": 0, "storage": 0}, "r", 100)
+    for asked, reason in [
+        (Asked(64, None, False, []), "not_attached"),
+        (Asked(64, status_of(threshold_tokens=256), False, []), "short"),
+        (Asked(64, status_of(), False, []), "unknown"),
+    ]:
+        found = _group_result(Group("", [[1]]), _Sent([request], 0), _Sent([request], 0), asked)
+        assert found.not_fetched == {reason: 1}
+
+
 def test_servers_of_which_nothing_could_be_said_are_refused(tmp_path: Path) -> None:
     """Metrics say when a prompt is stored, and how many bytes are fetched. A reader with another namespace would find
     nothing, though it serves the same files; nothing is computed before that is known."""

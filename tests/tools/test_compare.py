@@ -48,6 +48,8 @@ def test_answers_that_share_no_likely_token_diverge_much() -> None:
 
 
 def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+    sources = [TopAnswer([], [], cached).source for cached in ({"device": 0}, {"device": 1, "storage": 2})]
+    assert sources == ["computed", "storage"]  # where most tokens came from
     tops = [{1: math.log(0.9)}] * 4
     computed = TopAnswer([1, 1, 1, 1], tops, {})
     assert len(compared(computed, computed)) == 4

@@ -211,21 +211,20 @@ def test_the_decoders_structure_has_its_c_size() -> None:
     assert (DecodeCaps.is_supported.offset, DecodeCaps.min_width.offset) == (24, 40)
 
 
-def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvdec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
-    assert doctor._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(nvdec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
-    check = doctor._check_decoding()
-    assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
-
-
-def test_video_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decodes_without_nvidias_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for nvdec_or_none, found, status in (
+        (object(), "decoded on NVDEC, 7 engines: hevc", "yes"),
+        (None, "HEVC is decoded on the CPU: no library", "warn"),
+    ):
+        monkeypatch.setattr(nvdec, "open_current_nvdec", lambda opened=(nvdec_or_none, found): opened)
+        check = doctor._check_decoding()
+        assert (check.status, check.found) == (status, found)
     monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("libnvcuvid.so.1: cannot open shared object file")))
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
-    found = by_name(doctor._check_nvdec())
-    assert found["NVDEC"].status == found["PyNvVideoCodec"].status == "warn"
-    assert "libnvcuvid" in found["NVDEC"].found
-    assert "pip install" in found["PyNvVideoCodec"].advice
+    checks = by_name(doctor._check_nvdec())
+    assert checks["NVDEC"].status == checks["PyNvVideoCodec"].status == "warn"
+    assert "libnvcuvid" in checks["NVDEC"].found
+    assert "pip install" in checks["PyNvVideoCodec"].advice
 
 
 def test_a_missing_encoder_library_keeps_the_binding_from_importing(

@@ -265,27 +265,35 @@ def test_another_namespace_has_it(tmp_path: Path, reason: Reason, changes: dict[
         assert f"whose {name} is {value!r}, the server's {getattr(ours, name)!r}" in detail
 
 
-def test_pages_of_which_some_heads_are_missing(tmp_path: Path) -> None:
+def test_heads_that_are_missing_and_cells_with_more_of_them_than_the_rank(tmp_path: Path) -> None:
     both = replace(NAMESPACE, num_heads=2)
-    store(tmp_path, coded(both, heads=range(1)), coded(both, range(4), heads=range(1, 2)))
-    found = why(tmp_path)
+    some, whole = tmp_path / "some", tmp_path / "whole"
+    store(some, coded(both, heads=range(1)), coded(both, range(4), heads=range(1, 2)))
+    found = why(some)
     assert_why(found, Reason.OTHER_HEADS, pages=range(4, 8))
     assert found["findings"][0]["detail"] == "heads 0 of 2 are stored, others are missing"
 
-
-def test_cells_with_more_heads_than_the_rank(tmp_path: Path) -> None:
-    both = replace(NAMESPACE, num_heads=2)
-    store(tmp_path, coded(both, heads=range(2)))
-    found = told(tmp_path, both, end_head=1)
+    store(whole, coded(both, heads=range(2)))
+    found = told(whole, both, end_head=1)
     assert_why(found, Reason.UNSUPPORTED, pages=range(8))
     assert "cells of 2 heads" in found["findings"][0]["detail"]
-    store(tmp_path, coded(both, heads=range(1)), coded(both, heads=range(1, 2)))  # as it does with what it computes
-    assert told(tmp_path, both, end_head=1, exit_code=0)["stored_pages"] == 8
+    store(whole, coded(both, heads=range(1)), coded(both, heads=range(1, 2)))  # as it does with what it computes
+    assert told(whole, both, end_head=1, exit_code=0)["stored_pages"] == 8
 
 
 def test_a_prompt_that_is_stored_without_its_salt(tmp_path: Path) -> None:
     store(tmp_path, coded(pages=range(4), salt="tenant"), coded())
     assert_why(why(tmp_path, "--cache-salt", "tenant"), Reason.OTHER_SALT, pages=range(4, 8))
+
+
+def test_what_is_in_the_way_of_a_server(tmp_path: Path) -> None:
+    store(tmp_path, coded())
+    found = told(tmp_path, threshold_tokens=8)
+    assert only_reason(found) == (Reason.SHORT, 0, 8)
+    assert found["findings"][0]["detail"] == "7 tokens could be served, and lookups begin at 8"
+    down = 'sgl_kvfetch_store_down{pid="7"} 1.0\n'
+    assert only_reason(told(tmp_path, metrics=f"# HELP x\n{down}other 1.0\n", threshold_tokens=7))[0] == Reason.SKIPPED
+    told(tmp_path, metrics=down.replace("1.0", "0.0"), threshold_tokens=7, exit_code=0)
 
 
 def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
@@ -309,13 +317,12 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
     assert "the server reports: 7 B of pages wait in its write queue; it has dropped 5 pages since its start: " in said
     assert said.endswith("; 2 writes have failed: full (a larger --capacity)")
 
-
-def test_pages_that_were_evicted_or_could_not_be_written(tmp_path: Path) -> None:
+    delete(tmp_path, coded(pages=range(4)))
     store(tmp_path, coded(pages=range(4, 8)))
     found = told(tmp_path, metrics='sgl_kvfetch_misses_total{stage="write",reason="full"} 2\n')
     assert only_reason(found) == (Reason.EVICTED, 0, 8)
-    detail = found["findings"][0]["detail"]
-    assert "are stored: they were, too, or could not be written. Of its writes, the server reports: 2 writes" in detail
+    said = found["findings"][0]["detail"]
+    assert "are stored: they were, too, or could not be written. Of its writes, the server reports: 2 writes" in said
 
 
 def decided(request_id: str, reason: str, num_found: int, num_served: int, first_page: int = 0) -> Decided:
