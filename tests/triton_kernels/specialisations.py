@@ -23,7 +23,7 @@ from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.triton_kernels import quantise_klt
+from sgl_kvfetch.triton_kernels import ans, quantise_klt
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile as make_numbers, place_of
 from tests.triton_kernels.cases import replaced_kernels
@@ -61,9 +61,9 @@ def buffers(layers: int) -> list[torch.Tensor]:
 
 
 def quantise_prompts() -> None:
-    """Of cells of three layers and of one, one or more at once."""
+    """Of cells of four layers and of one, one or more at once."""
     rope = Rope(inv_freq=(1.0,) * (DIM // 2))
-    profile = make_numbers(num_layers=4, num_heads=HEADS, head_dim=DIM, cell_heads=HEADS, rope=rope)
+    profile = make_numbers(num_layers=5, num_heads=HEADS, head_dim=DIM, cell_layers=4, cell_heads=HEADS, rope=rope)
     quantiser = KltQuantiser(profile, step=1.0)
     forwards = [quantiser.forward(place_of(profile, key, 1)) for key in profile.cells]
     for tokens in TOKENS:
@@ -76,11 +76,21 @@ def quantise_prompts() -> None:
                 cells.quantise(slots, torch.empty((1, tokens, DIM)), tokens % 4, output)
 
 
+def decode_long_chunks() -> None:
+    """Of more tokens than the prompts of `load_prompts` have."""
+    for tokens in TOKENS:
+        chunk = ans.AnsChunk(0, 4 * tokens, 2, tokens, 0)
+        for chunks in ([chunk], [chunk] * 16):
+            data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))
+            ans.ans_decode(data, chunks, rows)
+
+
 def load_prompts() -> None:
     """As SGLang's linker does: of any length, from any page on, in parts of any number of cells. The pool's layers have
     the shape of ``buffers``."""
-    klt, exact = KltQuantiser(replace(make_profile(DIM), num_sinks=3), step=1.0), make_quantiser("exact")
-    of_kinds = (klt, 1, (32, 1)), (klt, 16, (2, 1)), (exact, 1, (32, 1)), (exact, 16, (2, 1))
+    exact = make_quantiser("exact")
+    one, more = (KltQuantiser(replace(make_profile(DIM), num_sinks=count), step=1.0) for count in (1, 3))
+    of_kinds = (one, 1, (32, 1)), (more, 16, (2, 1)), (exact, 1, (32, 1)), (exact, 16, (2, 1))
     for quantiser, page_size, segment_pages in of_kinds:
         geometry, num_pages = KVGeometry(3, 4 * HEADS, DIM, DIM, page_size, "bfloat16"), sum(segment_pages)
         prompt = CodedPrompt(quantiser, geometry, segment_pages)
@@ -121,6 +131,7 @@ if __name__ == "__main__":
     without_variant = load_without_variant()
     with replaced_kernels(Keys) as kernels:
         quantise_prompts()
+        decode_long_chunks()
         load_prompts()
     numbers = {name: len(kernel.found) for name, kernel in kernels.items()}
     print(json.dumps({"specialisations": numbers, "without variant": without_variant}))
