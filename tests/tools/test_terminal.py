@@ -83,6 +83,13 @@ def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> Non
     assert inspect.getdoc(import_command(command)).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
 
 
+def test_an_unknown_command_is_refused() -> None:
+    result = kvfetch("verfy")
+    assert result.exit_code == 2
+    assert "No such command 'verfy'" in result.stderr
+    assert "verify" in result.stderr
+
+
 def require_light(*commands: list[str]) -> str:
     """Run commands in a process of its own, and assert that they import nothing heavy. Return what they print."""
     code = (
