@@ -20,7 +20,7 @@ from sgl_kvfetch.tools import terminal
 from sgl_kvfetch.tools.app import COMMANDS, import_command
 from sgl_kvfetch.tools.terminal import StoreAccess, _Formatter, format_size, make_console, make_table, say, show
 from sgl_kvfetch.user_files import TOKEN_ENV, parse_duration, parse_size
-from tests.tools.conftest import Stored
+from tests.tools.conftest import Stored, kvfetch
 
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang"}
 
