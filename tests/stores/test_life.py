@@ -220,6 +220,8 @@ class Life(RuleBasedStateMachine):
     def sweep(self, capacity: int, drop_levels: int) -> None:
         limit = None if capacity == 6 else capacity * WHOLE
         live, expired = self.live(), {*self.expires} - self.live()
+        if self.is_directory:  # any write, such as that of a replaced manifest, may have deleted some
+            expired &= self.stored()
         plan = self.run(plan_sweep(self.store, limit, drop_levels))
         evicted = [KEYS[segment.key] for segment in plan.evicted]
         gone, coarser = {*evicted} & live, {KEYS[each.segment.key]: each.num_levels for each in plan.coarser}
