@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import store as client
@@ -55,16 +58,21 @@ class Case:
     faults: tuple[Faults, Faults]
 
 
-def drawn(seed: int) -> Case:
-    rng = random.Random(seed)
-
-    def faults() -> Faults:
-        num_failing = rng.choice([0, 1, 2])
-        num_served = rng.choice([NUM_PAGES, rng.randint(0, NUM_PAGES)])
-        return Faults(num_served, frozenset(rng.sample(range(100), num_failing)), rng.random() < 0.25)
-
-    num_shared = rng.choice([NUM_PAGES, rng.randint(6, NUM_PAGES)])
-    return Case(rng.randrange(len(PROMPTS)), rng.choice([0, 0, 1, 5]), num_shared, seed, (faults(), faults()))
+NO_FAULTS = Faults(NUM_PAGES, frozenset(), False)
+some_faults = st.builds(
+    Faults,
+    num_served=st.just(NUM_PAGES) | st.integers(0, NUM_PAGES),
+    failing=st.just(frozenset[int]()) | st.frozensets(st.integers(0, 99), min_size=1, max_size=2),
+    is_slow=st.sampled_from([False, False, False, True]),
+)
+cases = st.builds(
+    Case,
+    which=st.integers(0, len(PROMPTS) - 1),
+    num_before=st.sampled_from([0, 0, 1, 5]),
+    num_shared=st.just(NUM_PAGES) | st.integers(6, NUM_PAGES),
+    seed=st.integers(0, 1 << 16),
+    faults=st.tuples(some_faults, some_faults),
+)
 
 
 class FaultyReads(Gate):
@@ -190,8 +198,8 @@ def test_ranks_load_what_all_have_into_its_slots_alone(pair: tuple[Ranks, list[R
     def play(case: Case) -> None:
         try:
             found = ranks.run(lambda rank, history: history.append(both[rank].play(case, case.faults[rank])))
-        except BaseException as error:
-            error.add_note(str(case))
+        except BaseException:
+            ranks._barrier = threading.Barrier(2, timeout=WAIT_S)
             raise
         (ours,), (theirs,) = (rank.reported for rank in both)
         agreed = min(ours, theirs)
@@ -203,14 +211,15 @@ def test_ranks_load_what_all_have_into_its_slots_alone(pair: tuple[Ranks, list[R
         seen["cut"] += 0 < expected < max(ours, theirs)
         seen["loaded"] += expected > 0
 
-    none = Faults(NUM_PAGES, frozenset(), False)
     for which in range(len(PROMPTS)):
-        play(Case(which, 0, NUM_PAGES, which, (none, none)))
+        play(Case(which, 0, NUM_PAGES, which, (NO_FAULTS, NO_FAULTS)))
         for rank in both:
             rank.reads_of[which] = sorted(rank.reads.seen)
     assert seen["loaded"] == len(PROMPTS)
-    for seed in range(CASES):
-        play(drawn(seed))
+    only: dict[str, Any] = {"phases": [hypothesis.Phase.generate], "database": None, "derandomize": True}
+    checks = list(hypothesis.HealthCheck)
+    settings = hypothesis.settings(max_examples=CASES, deadline=None, suppress_health_check=checks, **only)
+    settings(hypothesis.given(cases)(play))()
     assert seen["loaded"] > CASES // 4
     assert seen["differ"] > CASES // 4
     assert as_a_whole or seen["cut"] > CASES // 6

@@ -28,7 +28,12 @@ from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.protocol.arena import CELL, CHUNK, Room, StagedCode
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
-from sgl_kvfetch.triton_kernels.ans import ans_decode_table, fitted_decode_table
+from sgl_kvfetch.triton_kernels.ans import (
+    DECODING_TABLE_BYTES,
+    FittedChunk,
+    ans_decode_table,
+    fitted_decode_table,
+)
 from sgl_kvfetch.triton_kernels.restore_klt import launch_klt
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile
@@ -571,9 +576,9 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_rig, "DIM", 32)
 
 
-def exact(dtype: torch.dtype) -> dict[str, Any]:
-    """Cells have both heads, and the last one two layers."""
-    return {"quantiser": None, "num_layers": 5, "max_tp_size": 1, "dtype": dtype}
+def exact(dtype: torch.dtype, max_tp_size: int = 1) -> dict[str, Any]:
+    """Cells have both heads, or one, and the last ones two layers."""
+    return {"quantiser": None, "num_layers": 5, "max_tp_size": max_tp_size, "dtype": dtype}
 
 
 def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -585,24 +590,28 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torc
 
 
 @pytest.mark.parametrize(
-    ("scratch_bytes", "dtype"), [*((LARGE, dtype) for dtype in DTYPES), (192 << 10, torch.bfloat16)], ids=str
+    ("dtype", "scratch_bytes", "max_tp_size"),
+    [*((dtype, LARGE, 1) for dtype in DTYPES), (torch.bfloat16, 72 << 10, 2)],  # which is for one cell a lane
+    ids=str,
 )
 @pytest.mark.usefixtures("_exact")
 def test_coded_cells_of_exact_values_come_back_bit_for_bit(
-    scratch_bytes: int, dtype: torch.dtype, make: MakeRig, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, scratch_bytes: int, max_tp_size: int, make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", scratch_bytes)
     tokens, decoded = prompt(0), list[int]()
-    expected = written(make, tokens, **exact(dtype))
-    rig = reader(make, **exact(dtype))
+    expected = written(make, tokens, **exact(dtype, max_tp_size))
+    rig = reader(make, **exact(dtype, max_tp_size))
     chunks = staged_chunks(rig, tokens)
     size = dtype.itemsize
-    assert chunks.shape == (2, 2 * size)
+    assert chunks.shape == (2 * max_tp_size, 2 * size)
     assert chunks["is_coded"][:, size - 1 :: size].all()  # exponents, of K and of V
 
-    def decode(data: torch.Tensor, table: torch.Tensor, *args: Any) -> None:
+    def decode(data: torch.Tensor, table: torch.Tensor, most: int, packed: Any, own: torch.Tensor, *args: Any) -> None:
         decoded.append(len(table))
-        fitted_decode_table(data, table, *args)
+        num_tables = int(table[:, FittedChunk._fields.index("num_tables")].sum())
+        assert own.nbytes == num_tables * DECODING_TABLE_BYTES
+        fitted_decode_table(data, table, most, packed, own, *args)
 
     monkeypatch.setattr(gpu_loads, "fitted_decode_table", decode)
     assert_same_bits(loaded(rig, tokens), expected)

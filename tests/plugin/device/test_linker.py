@@ -61,7 +61,7 @@ def test_requests_that_share_a_prefix_wait_until_one_of_them_has_brought_it(rig:
     assert rig.is_parked(third)
     assert len(set(rig.store.data_reads)) == len(rig.store.data_reads)
     assert rig.admit(first) == [32]
-    assert not rig.is_parked(second)
+    rig.await_unparked(second, third)
     assert rig.admit(second, third) == [8, 0]
     assert rig.holds(longer, 40)
 
