@@ -162,10 +162,10 @@ class FaultyProxy:
     async def _answer(
         self, fault: Fault | None, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if fault is not None and fault.kind in ("hang", "error", "garbage"):
+        if fault is not None and fault.kind in ("silent", "hang", "error", "garbage"):
             async for _ in _body(head, reader):
                 pass
-            if fault.kind == "hang":
+            if fault.kind in ("silent", "hang"):  # silent since the connection came
                 await reader.read()  # until the client gives up
             elif fault.kind == "error":
                 answer = f"HTTP/1.1 {fault.status} Fault\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
