@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from harness.engine import Generation, SGLangServer
 from harness.faults import Fault, FaultyProxy
-from harness.metrics import read_metric, written
+from harness.metrics import read_metric, wait_until_written, written
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.tools.conftest import kvfetch
@@ -144,6 +144,16 @@ def assert_a_miss_in_time(
 def count_late(server: SGLangServer) -> float:
     """How often a deadline has passed, or lookups have paused after that."""
     return sum(counted(server, stage, {"timeout", "late", "skipped"}) for stage in ("lookup", "fetch"))
+
+
+def compute_and_store(server: SGLangServer, expected: Expected, num_prompts: int = 2) -> None:
+    """Have the server compute the first prompts, and wait until all their pages are stored."""
+    for seed in range(num_prompts):
+        answer = ask(server, make_prompt(seed))
+        assert from_storage(answer) == 0
+        assert same_answer(answer, expected[seed])
+    wait_until_written(server, num_prompts * PAGES)
+    assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == num_prompts * PAGES
 
 
 def fetch_again(server: SGLangServer, seed: int) -> Generation:

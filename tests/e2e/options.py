@@ -18,7 +18,7 @@ from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.plugin.versions import installed_version
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import PAGES
+from tests.e2e.faults import PAGES, compute_and_store
 from tests.linker import HAS_LINKER, needs_linker
 
 pytestmark = pytest.mark.sglang
@@ -105,10 +105,7 @@ def test_what_it_stored_comes_back(
     flags = args(store.url)
     with SGLangServer(model, extra_args=flags) as writer:
         assert json.loads(writer.request("GET", "/server_info"))["version"] == installed_version()
-        answer = ask(writer, make_prompt(0))
-        assert from_storage(answer) == 0
-        assert same_answer(answer, expected[0])
-        wait_until_written(writer, PAGES)
+        compute_and_store(writer, expected, 1)
     for path in (os.environ.get("PYTHONPATH", ""), ""):
         with SGLangServer(model, extra_args=flags, env={"PYTHONPATH": path}) as reader:
             answer = ask(reader, make_prompt(0))

@@ -19,7 +19,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import assert_fetched_in_parts, load_of
-from tests.e2e.faults import PAGES, fetch_again
+from tests.e2e.faults import PAGES, compute_and_store, fetch_again
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -54,12 +54,7 @@ def own(model: Path, receiver: OtlpReceiver) -> Iterator[Shared]:
 def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
     with device.attached(store.url, quantiser="exact", codec="hevc") as server:
         assert "Using the Python TreeCore" not in server.log()  # SGLang falls back to it, and says so
-        for seed in range(2):
-            answer = ask(server, make_prompt(seed))
-            assert from_storage(answer) == 0
-            assert same_answer(answer, expected[seed])
-        wait_until_written(server, 2 * PAGES)
-        assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
+        compute_and_store(server, expected)
         assert_fetched_in_parts(server, expected)
         assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
         server.flush()

@@ -24,11 +24,10 @@ from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.prompts import NUM_WINDOWS
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_by_layers
+from tests.e2e.faults import PAGES
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-PAGES = 640 // PAGE_SIZE
 
 
 @dataclass(frozen=True)

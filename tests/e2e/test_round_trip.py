@@ -13,13 +13,12 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.quant import PlainQuantiserName
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_by_layers
+from tests.e2e.faults import PAGES, compute_and_store
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
-PAGES = 640 // PAGE_SIZE
 
 
 def test_exact(model: Path, host: Shared, store: StoreProcess, expected: Expected) -> None:
@@ -28,12 +27,7 @@ def test_exact(model: Path, host: Shared, store: StoreProcess, expected: Expecte
     flags = hicache_args(store.url, prefetch_policy=None, **config)
     with SGLangServer(model, extra_args=flags, imports_itself=True) as writer:
         assert f"prefetch policy is timeout: a request waits for its stored prefix at most {WAIT_S:g} s" in writer.log()
-        for seed in range(2):
-            answer = ask(writer, make_prompt(seed))
-            assert from_storage(answer) == 0
-            assert same_answer(answer, expected[seed])
-        wait_until_written(writer, 2 * PAGES)
-        assert read_metric(writer.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
+        compute_and_store(writer, expected)
 
     with host.attached(store.url, **config) as reader:
         for seed in range(2):

@@ -10,12 +10,12 @@ import pytest
 
 from harness.ceph_server import HAS_CEPH, CephProcess
 from harness.faults import Fault
-from harness.metrics import read_metric, wait_until_written
+from harness.metrics import read_metric
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, running_s3_server, s3_config
 from harness.waiting import wait_until
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import PAGES, Proxy, fetch_again, is_data, misses
+from tests.e2e.faults import Proxy, compute_and_store, fetch_again, is_data, misses
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)]
@@ -33,12 +33,7 @@ def test_servers_share_a_bucket_whose_gateway_is_killed_in_mid_fetch(
     ):
         config: dict[str, Any] = {"index": index.url, "lookup_timeout_s": 60, "codec": "zstd"}
         with host.attached(STORE, s3=s3_config(bucket.config["endpoint"]), **config) as writer:
-            for seed in range(2):
-                answer = ask(writer, make_prompt(seed))
-                assert from_storage(answer) == 0
-                assert same_answer(answer, expected[seed])
-            wait_until_written(writer, 2 * PAGES)
-            assert read_metric(writer.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
+            compute_and_store(writer, expected)
 
         with device.attached(STORE, s3=s3_config(link.url), **config) as reader:
             # A busy machine may miss the half second that the index has for an answer.
