@@ -16,14 +16,7 @@ _REPLAYS = 5
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeats: int = 20, warm_ups: int = 3) -> float:
-    """Return the median seconds of a run of ``work``, as `make_timer` measures it."""
-    return statistics.median(make_timer(work, device, repeats=repeats, warm_ups=warm_ups)())
-
-
-def make_timer(
-    work: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 3
-) -> Callable[[], list[float]]:
-    """Return a function that measures the seconds of a run of ``work``, several times.
+    """Return the median seconds of a run of ``work``.
 
     On a GPU, ``repeats`` runs are captured as a CUDA graph, once, and the graph is replayed. Launched one by one, small
     kernels would end before the host has launched the next, and the host would be measured. ``work`` must not wait for
@@ -32,22 +25,15 @@ def make_timer(
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
-        return lambda: _seconds_on_cpu(work, repeats)
-    replay = _captured(work, repeats)
-    return lambda: _seconds_on_gpu(replay, repeats)
-
-
-def make_product(device: torch.device, side: int) -> Callable[[], object]:
-    """Return a function that launches a product of bfloat16 matrices with ``side`` rows and columns."""
-    a, b = (torch.randn((side, side), device=device).to(torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    return lambda: torch.matmul(a, b, out=out)
+        return statistics.median(_seconds_on_cpu(work, repeats))
+    return statistics.median(_seconds_on_gpu(_captured(work, repeats), repeats))
 
 
 def make_busy(seconds: float, device: torch.device, side: int = 4096) -> Callable[[], object]:
-    """Return a function that keeps the device busy for about ``seconds``, with matrix products on the current stream.
-    On a GPU it returns at once."""
-    product = make_product(device, side)
+    """Return a function that keeps the device busy for about ``seconds``, with products of bfloat16 matrices of
+    ``side`` rows and columns on the current stream. On a GPU it returns at once."""
+    a, b = (torch.randn((side, side), device=device).to(torch.bfloat16) for _ in range(2))
+    product = partial(torch.matmul, a, b, out=torch.empty_like(a))
     count = max(1, round(seconds / seconds_of(product, device)))
     return _captured(product, count) if device.type == "cuda" else lambda: [product() for _ in range(count)]
 
