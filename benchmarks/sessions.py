@@ -7,10 +7,9 @@ the store.
 Each turn's prompt is that of the turn before with its answer, and some tokens more. Then the session is compacted: one
 prompt asks for a summary behind all turns, the next one goes on with the first turn and the summary. In the end, the
 servers forget what they have, and one asks for the prompt of the last turn several times, which then comes from the
-store. Bytes are
-counted at the store, and divided by those that the same prompts take when they are written at once. ``disk`` is the
-most that the store held at any second. ``hits`` is the share of whole pages that only another replica had computed
-before, and that were not computed again.
+store. Bytes are counted at the store, and divided by those that the same prompts take when they are written at once.
+``disk`` is the most that the store held at any second. ``hits`` is the share of whole pages that only another replica
+had computed before, and that were not computed again.
 
 With ``--kill``, the store is killed (SIGKILL) in the middle of the session, while it is written to, and started again
 two turns later; and later on a data plane of each server. Bytes are not counted then.
@@ -68,7 +67,6 @@ _ANSWER_TOKENS = 4
 _LAST = 4  # times that the whole prompt is fetched, of which the first does not count
 _LOOK_EVERY_S = 0.2
 _DOWN_TURNS = 2  # that come while the store is down
-_MB = 1e6
 
 
 @dataclass

@@ -165,7 +165,7 @@ class FaultyProxy:
         if fault is not None and fault.kind in ("silent", "hang", "error", "garbage"):
             async for _ in _body(head, reader):
                 pass
-            if fault.kind in ("silent", "hang"):  # silent since the connection came
+            if fault.kind in ("silent", "hang"):  # silent: set after this connection was accepted
                 await reader.read()  # until the client gives up
             elif fault.kind == "error":
                 answer = f"HTTP/1.1 {fault.status} Fault\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

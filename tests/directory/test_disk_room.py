@@ -116,10 +116,8 @@ async def test_uploads_without_a_manifest_neither_empty_nor_wedge_the_store(make
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        (
-            {"min_free_bytes": 0},
-            (CAPACITY + 1, CAPACITY - SIZE),
-        ),  # too large at all, and too large beside what is there
+        # Too large at all, and too large beside what is there.
+        ({"min_free_bytes": 0}, (CAPACITY + 1, CAPACITY - SIZE)),
         # The disk is the limit, less what others have of it: more than that, and more than a tenth of it.
         ({"capacity_bytes": None, "min_free_bytes": 4 * SIZE}, (16 * SIZE + 1, 5 * SIZE)),
     ],
@@ -176,9 +174,8 @@ async def test_a_smaller_capacity_than_before_is_reached_in_several_writes(make:
     for _ in range(1000):
         done, before = await fits(store, 64), evicted
         evicted = (await store.usage()).num_evicted
-        assert (
-            evicted - before <= 2 * 6
-        )  # data and a manifest; a tenth of the store are 3.2 segments, and the spare part
+        # Data and a manifest; a tenth of the store are 3.2 segments, and the spare part.
+        assert evicted - before <= 2 * 6
         if done:
             break
     assert done
