@@ -4,8 +4,8 @@
 
 Clients read, write, replace and delete at random; some give up halfway, leave data without a manifest, or read over a
 slow link. Their working set is four times the capacity. In the first half, the server is killed (SIGKILL) and started
-again now and then. In the second half it runs on, so that memory can be compared. From time to time its disk is full:
-root mounts a small tmpfs, others limit the size of the files that it may write.
+again now and then. In the second half it runs on, so that memory can be compared. From time to time its disk is
+full, where root may mount a small tmpfs for it.
 
 It is a failure, and the exit code is 1, if
 
@@ -17,12 +17,6 @@ It is a failure, and the exit code is 1, if
 
 --seed fixes what is written, what each client does in which order, and the pauses between kills. How the clients meet
 is left to chance.
-
-With --attacks, the server is neither killed nor short of disk. Instead, a hostile client sends all at once what made
-stores swell or stall: long prompts against 500 namespaces, lookups of manifests of nearly 1 MiB, summaries of long
-names, lists, pins of 65,536 pages, a web page's requests, malformed requests, bodies that never end. It is a failure
-as well if an attack gets a status that is no answer to it, if an ordinary client is refused, if the server takes more
-than 400 MiB, or if lookups' 99th percentile is longer than 50 ms. Files may exceed the capacity by 32 MiB.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.report import make_parser, write_json
-from benchmarks.soak.disk import limited_files, small_disk
+from benchmarks.soak.disk import any_disk, small_disk
 from benchmarks.soak.run import Settings, Soak
 from benchmarks.soak.world import World
 
@@ -58,16 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         slow_readers=args.slow_readers,
         capacity_bytes=args.capacity << 20,
         longest_lookup_s=args.longest_lookup,
-        attacks=args.attacks,
+        fills_disk=os.geteuid() == 0,
         seed=args.seed,
     )
     with console.status("making segments"):
         world = World(_WORKING_SET * settings.capacity_bytes, args.seed)
-    # Root may mount a small disk.
-    full_disk = small_disk(_TMPFS_TO_CAPACITY * settings.capacity_bytes) if os.geteuid() == 0 else limited_files()
     try:
-        with full_disk as disk, console.status("running"):
-            results = asyncio.run(Soak(settings, world, disk).run())
+        disk = small_disk(_TMPFS_TO_CAPACITY * settings.capacity_bytes) if settings.fills_disk else any_disk()
+        with disk as opened, console.status("running"):
+            results = asyncio.run(Soak(settings, world, opened).run())
     except RuntimeError as e:
         console.print(str(e), style="red", markup=False, soft_wrap=True)
         return 1
@@ -85,7 +78,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slow-readers", type=int, default=32, help="how many")
     parser.add_argument("--capacity", type=int, default=64, metavar="MIB", help="of the store")
     parser.add_argument("--longest-lookup", type=float, default=5.0, metavar="S", help="a slower one is a failure")
-    parser.add_argument("--attacks", action="store_true", help="attack the store, see above")
     parser.add_argument("--seed", type=int, default=0, help="see above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)
@@ -108,9 +100,6 @@ def print_report(results: dict[str, Any], console: Console) -> None:
             f"lookups: p50 {lookup['p50'] * 1e3:.1f} ms, p99 {lookup['p99'] * 1e3:.1f} ms, "
             f"longest {lookup['max'] * 1e3:.0f} ms (the clients share one core)"
         )
-    if results["attacks"]:
-        console.print(f"attacks: {', '.join(f'{count} {answer}' for answer, count in results['attacks'].items())}")
-        console.print(f"most memory of the server: {results['last']['peak_rss_bytes'] / _MIB:.0f} MiB")
     grown, last = results["growth"], results["last"]
     console.print(
         f"since the last kill: memory {grown['rss_bytes'] / _MIB:+.1f} MiB to {last['rss_bytes'] / _MIB:.0f} MiB, "

@@ -7,19 +7,16 @@ import dataclasses
 import json
 import os
 import random
-import re
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.report import distribution
@@ -30,15 +27,12 @@ from benchmarks.soak.world import World
 from harness.store_process import StoreProcess
 from sgl_kvfetch.stores.http import HttpStore
 
-_MAX_POINTS = 400  # of a trend
-
 
 @dataclass(frozen=True)
 class Sample:
     at_s: float  # monotonic
     pid: int
     rss_bytes: int
-    peak_rss_bytes: int  # since the process began
     open_files: int
     disk_bytes: int
 
@@ -47,13 +41,7 @@ def take_sample(folder: Path, pid: int) -> Sample:
     """Raises psutil.NoSuchProcess if the store has ended."""
     process = psutil.Process(pid)
     memory, files = process.memory_info().rss, process.num_fds()
-    return Sample(time.monotonic(), pid, memory, peak_rss_bytes(pid), files, disk_bytes(folder, pid))
-
-
-def peak_rss_bytes(pid: int) -> int:
-    """Return the largest resident set of a process since it began, without its children."""
-    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(peak) << 10
+    return Sample(time.monotonic(), pid, memory, files, disk_bytes(folder, pid))
 
 
 def disk_bytes(folder: Path, pid: int | None = None) -> int:
@@ -89,19 +77,12 @@ def _note_size(sizes: dict[int, int], path: Path, follow: bool = False) -> None:
 
 
 def growth(samples: Sequence[Sample], field: str) -> float:
-    """Return by how much a field grew over the samples, by Theil and Sen's slope: the median over all pairs of them.
-
-    Outliers do not change it, unlike a line by least squares or the difference between the last and the first.
-    """
-    if len(samples) < 3:
+    """Return by how much a field grew: from the median of the first third of the samples to that of the last."""
+    third = len(samples) // 3
+    if not third:
         return 0.0
-    chosen = samples[:: -(-len(samples) // _MAX_POINTS)]
-    slopes = [
-        (getattr(b, field) - getattr(a, field)) / (b.at_s - a.at_s)
-        for a, b in combinations(chosen, 2)
-        if b.at_s > a.at_s
-    ]
-    return float(np.median(slopes)) * (samples[-1].at_s - samples[0].at_s)
+    first, last = (statistics.median(getattr(x, field) for x in part) for part in (samples[:third], samples[-third:]))
+    return float(last - first)
 
 
 _NUM_KILLS = 12  # about; fewer in a short run
@@ -116,9 +97,7 @@ _MOST_GROWTH_FILES = 16
 _FILES_OF_THREADS = 48  # that threads open when they first use the catalog, and keep
 _SETTLE_S = 60.0
 _ORPHAN_AGE_S = 10.0  # at which `kvfetch serve` removes unfinished writes
-_SLACK_MIB = 8
-_ATTACKS_MIB = 24  # of a pin of 65,536 pages: its file, its rows in the catalog, and their journal
-_MOST_ATTACKED_MIB, _ATTACKED_P99_S = 400, 0.05  # of a server's memory, and of lookups, under attacks
+_SLACK_BYTES = 8 << 20  # that files may exceed the capacity by
 
 
 @dataclass(frozen=True)
@@ -128,13 +107,8 @@ class Settings:
     slow_readers: int
     capacity_bytes: int
     longest_lookup_s: float
-    attacks: bool  # in place of kills and full disks
+    fills_disk: bool
     seed: int
-
-    @property
-    def slack_bytes(self) -> int:
-        """How much files may exceed the capacity."""
-        return (_SLACK_MIB + _ATTACKS_MIB * self.attacks) << 20
 
 
 class Soak:
@@ -144,7 +118,6 @@ class Soak:
         self._disk = disk
         self._ledger = Ledger()
         self._samples: list[Sample] = []
-        self._attacks: dict[str, dict[str, int]] = {}
         self._store = StoreProcess(
             disk.folder,
             extra_args=["--capacity", f"{settings.capacity_bytes}B"],
@@ -157,38 +130,13 @@ class Soak:
         with self._store:
             first = await self._take_sample()
             try:
-                async with self._attacked():
-                    await self._disturbed_clients()
+                await self._disturbed_clients()
             except* RuntimeError as group:
                 raise group.exceptions[0] from None
             verified = await self._settle()
             last = await self._take_sample()
             self._judge(first, last, verified)
             return self._results(first, last, verified)
-
-    @asynccontextmanager
-    async def _attacked(self) -> AsyncIterator[None]:
-        """Attack the store meanwhile, if settings say so. Raises RuntimeError if the attacker fails."""
-        if not self._settings.attacks:
-            yield
-            return
-        attacker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.soak.attacks", self._store.url),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert attacker.stdout is not None
-            await attacker.stdout.readline()  # it is ready
-            yield
-            said, _ = await attacker.communicate(b"")  # before Python 3.12, only with an input is stdin closed
-        finally:
-            if attacker.returncode is None:
-                attacker.kill()
-                await attacker.wait()
-        if attacker.returncode != 0:
-            raise RuntimeError(f"the attacker ended with code {attacker.returncode}")
-        self._attacks = json.loads(said)
 
     async def _disturbed_clients(self) -> None:
         settings, stop, busy = self._settings, asyncio.Event(), Busy()
@@ -198,8 +146,8 @@ class Soak:
                 group.create_task(Client(number, *shared, busy, settings.seed).run(stop))
             for number in range(settings.slow_readers):
                 group.create_task(read_slowly(number, *shared, stop, settings.seed))
-            if not settings.attacks:
-                group.create_task(self._kill_now_and_then(stop))
+            group.create_task(self._kill_now_and_then(stop))
+            if settings.fills_disk:
                 group.create_task(self._fill_now_and_then(stop))
             group.create_task(self._sample(stop))
             await asyncio.sleep(settings.duration_s)
@@ -237,10 +185,10 @@ class Soak:
         while not await _stopped(stop, _pause_s(rng, self._settings.duration_s / _NUM_FULL)):
             with self._ledger.disturbing("full"):
                 async with self._store_runs:
-                    await asyncio.to_thread(self._disk.fill, self._store.pid)
+                    await asyncio.to_thread(self._disk.fill)
                 await _stopped(stop, rng.uniform(*_FULL_S))
                 async with self._store_runs:
-                    await asyncio.to_thread(self._disk.free, self._store.pid)
+                    await asyncio.to_thread(self._disk.free)
 
     async def _sample(self, stop: asyncio.Event) -> None:
         while not await _stopped(stop, _SAMPLE_S):
@@ -257,7 +205,7 @@ class Soak:
         while True:
             verified = await asyncio.to_thread(_verify, self._store.url)
             verified["unaccounted_bytes"] = await self._unaccounted_bytes()
-            clean = not verified["orphans"] and verified["unaccounted_bytes"] <= self._settings.slack_bytes
+            clean = not verified["orphans"] and verified["unaccounted_bytes"] <= _SLACK_BYTES
             if clean or time.monotonic() > deadline_s:
                 return verified
             await asyncio.sleep(1)
@@ -276,7 +224,7 @@ class Soak:
         settings, problem = self._settings, self._ledger.problem
         if self._ledger.lookups_s and max(self._ledger.lookups_s) > settings.longest_lookup_s:
             problem(f"a lookup took {max(self._ledger.lookups_s):.1f} s")
-        over = [s for s in self._samples if s.disk_bytes > settings.capacity_bytes + settings.slack_bytes]
+        over = [s for s in self._samples if s.disk_bytes > settings.capacity_bytes + _SLACK_BYTES]
         if over:
             most = max(s.disk_bytes for s in over)
             problem(
@@ -293,23 +241,11 @@ class Soak:
             problem(f"kvfetch verify: exit code {verified['exit_code']}", f"{verified['problems'][:3]}")
         if verified["orphans"]:
             problem(f"{len(verified['orphans'])} data objects without a manifest are left")
-        if verified["unaccounted_bytes"] > settings.slack_bytes:
+        if verified["unaccounted_bytes"] > _SLACK_BYTES:
             problem(f"files of {verified['unaccounted_bytes']} bytes belong to no object")
-        if settings.attacks:
-            self._judge_attacks(last)
         first_text, *tracebacks = self._store.log().split("Traceback")
         for traceback in tracebacks:
             problem("the store's log has a traceback", f"{first_text[-500:]}Traceback{traceback[:3000]}")
-
-    def _judge_attacks(self, last: Sample) -> None:
-        problem = self._ledger.problem
-        if last.peak_rss_bytes > _MOST_ATTACKED_MIB << 20:
-            problem(f"the server took {last.peak_rss_bytes / 2**20:.0f} MiB")
-        p99_s = distribution(self._ledger.lookups_s)["p99"]
-        if p99_s is None or p99_s > _ATTACKED_P99_S:
-            problem(f"lookups' p99 is {(p99_s or 0) * 1e3:.0f} ms")
-        for answer, count in self._attacks["wrong"].items():
-            problem(f"{count} attacks had a wrong answer: {answer}")
 
     def _steady(self) -> list[Sample]:
         """Return the samples since the last kill, without those during which the store warmed up."""
@@ -330,7 +266,6 @@ class Soak:
                 for each in ledger.disturbances
             ],
             "lookup_s": distribution(ledger.lookups_s) | {"max": max(ledger.lookups_s, default=None)},
-            "attacks": self._attacks.get("answers", {}),
             "most_disk_bytes": max(s.disk_bytes for s in self._samples),
             "growth": {field: growth(steady, field) for field in ("rss_bytes", "open_files", "disk_bytes")},
             "first": dataclasses.asdict(first),

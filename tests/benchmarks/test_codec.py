@@ -11,7 +11,6 @@ import torch
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
 from benchmarks.codec.methods import CacheGen, Coded, Method, SegmentMethod
-from harness.models import make_tiny_mellum
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 
@@ -50,17 +49,6 @@ def test_figures_are_those_of_the_whole_model(tiny_llama: Path) -> None:
     assert nll.mean == pytest.approx(sum(nlls) / 2, rel=0.01)
     assert row.kl.mean == pytest.approx(sum(kls) / 2, rel=0.1)
     assert row.dnll.mean == pytest.approx(sum(changes) / 2, abs=0.05)
-
-
-def test_sliding_windows_keep_the_whole_context(tmp_path: Path) -> None:
-    """As SGLang's pool of a model with one pool does: the model's own cache keeps the last 16 tokens."""
-    model = KVModel(str(make_tiny_mellum(tmp_path, window=16)))
-    ids = torch.randint(3, 2048, (60,), generator=torch.Generator().manual_seed(0))
-    k, v = model.kv(ids[:40])
-    assert len(k) == len(v) == 40
-    with torch.no_grad():
-        expected = torch.log_softmax(model.model(ids[None]).logits[0, 40:].float(), -1)
-        torch.testing.assert_close(model.log_probabilities(k, v, ids[40:]), expected, rtol=1e-3, atol=1e-3)
 
 
 def _values(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

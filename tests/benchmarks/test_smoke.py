@@ -59,7 +59,7 @@ CASES = [
         "soak.__main__",
         "--minutes 0.4 --clients 8 --slow-readers 8 --capacity 32 --longest-lookup 20",
         "outcomes disturbances lookup_s most_disk_bytes growth verified problems samples",
-        "at_s pid rss_bytes peak_rss_bytes open_files disk_bytes",
+        "at_s pid rss_bytes open_files disk_bytes",
     ),
     Case(
         "ttft",
@@ -67,13 +67,6 @@ CASES = [
         " --methods 'computing,raw reuse'",
         "benchmark mode model profile dtype rows",
         "method prompt_tokens gbps ttft_s wire_bytes cached_tokens",
-    ),
-    Case(
-        "sharegpt",
-        "--dataset {dataset} --backends none,kvfetch --turns 2 --max-input-tokens 256 --max-new-tokens 4",
-        "dataset runs",
-        "name requests failures errors cached_tokens ttft_s tpot_s e2e_s requests_per_s wire_bytes raw_bytes"
-        " prompts_digest same_answers_as_first_run",
     ),
     Case(
         "sessions",
@@ -90,7 +83,7 @@ CASES = [
     ),
     Case("soak.engines", "--minutes 0.4 --longest 200", "requests faults problems memory"),
 ]
-STARTS_SGLANG = ("ttft", "sharegpt", "sessions", "soak.engines")
+STARTS_SGLANG = ("ttft", "sessions", "soak.engines")
 
 
 @pytest.mark.parametrize(
@@ -101,12 +94,9 @@ STARTS_SGLANG = ("ttft", "sharegpt", "sessions", "soak.engines")
     ],
 )
 def test_a_small_run_writes_all_figures(case: Case, tiny_llama: Path, tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("text", "profile", "dataset")}
+    files = {name: tmp_path / name for name in ("text", "profile")}
     files["text"].write_text(" ".join(f"w{3 + i * i % 250}" for i in range(4000)))  # which the tokenizer knows
     make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(files["profile"])
-    said = [[("human", f"{i} {j} " + "word " * 100), ("gpt", "so be it")] for i in range(2) for j in range(2)]
-    dialogues = [[{"from": role, "value": text} for role, text in (*a, *b)] for a, b in (said[:2], said[2:])]
-    files["dataset"].write_text(json.dumps([{"conversations": each} for each in dialogues]))
     arguments, written = shlex.split(case.arguments.format(model=tiny_llama, **files)), tmp_path / "out.json"
     assert importlib.import_module(f"benchmarks.{case.module}").main([*arguments, "--json", str(written)]) == 0
     content = json.loads(written.read_text())

@@ -7,27 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import attacks
 from benchmarks.soak.clients import Busy, Client
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.world import World
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
-
-
-def test_only_a_disturbance_excuses_an_error() -> None:
-    ledger = Ledger()
-    before_s = ledger.started_s
-    with ledger.disturbing("killed"):
-        ledger.note_error("write", StoreError("refused", "no connection"), before_s)
-        ledger.note_error("write", StoreError("full", "no room"), before_s)
-    ended_s = ledger.disturbances[0].ended_s
-    ledger.note_error("write", StoreError("truncated", "began in time"), ended_s - 1)
-    ledger.note_error("read", StoreError("timeout", "began later"), ended_s + 1)
-    assert list(ledger.problems) == ["write: full", "read: timeout"]
 
 
 class StoppingLedger(Ledger):
@@ -56,20 +42,3 @@ async def test_a_client_notices_wrong_data(tmp_path: Path) -> None:
     async with running_server(ServerConfig(tmp_path, port=0)) as server, asyncio.timeout(WAIT_S):
         await Client(0, server.port, world, ledger, Busy(), seed=0).run(ledger.stop)
     assert "differ" in ledger.problems["read: wrong"].example
-
-
-@pytest.mark.slow
-async def test_each_attack_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attacks, "_NUM_MODELS", 40)
-    async with running_server(ServerConfig(tmp_path, port=0)) as server, attacks.open_session() as session:
-        attacker, stop = attacks.Attacker(server.url, session), asyncio.Event()
-        await attacker.prepare()
-        attacking = asyncio.create_task(attacker.run(stop))
-        names = {"lookups", "summary", "segments", "pins", "web page", "malformed"}
-        names.add("endless bodies")
-        async with asyncio.timeout(WAIT_S):
-            while {answer.partition(":")[0] for answer in attacker.answers} < names:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        stop.set()
-        await attacking
-    assert not attacker.wrong
