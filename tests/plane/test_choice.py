@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from harness.metrics import own_metric
 from sgl_kvfetch.plane.choice import (
     FIRST_S,
     LAG_COUNTS_S,
@@ -14,7 +13,6 @@ from sgl_kvfetch.plane.choice import (
     NO_TURN,
     Cost,
     Decision,
-    FetchLag,
     FetchOrder,
     FetchOrRecompute,
     Turn,
@@ -29,10 +27,8 @@ PAGE_TOKENS, PAGES = 16, 64
     [
         (Cost(None, 5.0), 1.0, Decision(True, "unmeasured")),
         (Cost(5.0, None), None, Decision(True, "unmeasured")),
-        (Cost(0.9, 0.5), 1.0, Decision(True, "faster")),
         (Cost(1.04, 0.5), 1.0, Decision(True, "faster")),  # not by the margin
         (Cost(1.1, 0.5), 1.0, Decision(False, "link")),
-        (Cost(1.3, 0.5), 1.0, Decision(False, "link")),
         (Cost(0.5, 1.3), 1.0, Decision(False, "decoder")),
     ],
 )
@@ -42,28 +38,11 @@ def test_the_faster_way_is_chosen(cost: Cost, recompute_s: float | None, expecte
 
 def test_decisions_do_not_alternate_near_the_limit() -> None:
     choice = FetchOrRecompute()
-    around = [1.0, MARGIN - 0.01] * 5
-    assert all(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in around)
+    assert all(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in (1.0, MARGIN - 0.01))
     assert not choice.decide(1000, Cost(MARGIN + 0.01, 0.0), 1.0).is_fetched
-    assert not any(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01) * 5)
+    assert not any(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01))
+    assert choice.decide(100_000, Cost(MARGIN - 0.01, 0.0), 1.0).is_fetched  # of another length
     assert choice.decide(1000, Cost(1.0, 0.0), 1.0).is_fetched
-
-
-def test_short_and_long_prompts_have_separate_decisions() -> None:
-    choice = FetchOrRecompute()
-    assert not choice.decide(1000, Cost(2.0, 0.0), 1.0).is_fetched
-    assert choice.decide(100_000, Cost(0.5, 0.0), 1.0).is_fetched
-    assert not choice.decide(1000, Cost(1.1, 0.0), 1.0).is_fetched
-
-
-def test_how_late_fetches_end_counts_for_a_minute() -> None:
-    lag = FetchLag()
-    assert lag.seconds(0.0) == 0.0
-    for ended_s, expected_s in ((10.0, 9.8), (11.0, 10.7), (12.0, 2.0), (13.0, 14.0), (14.0, 13.6)):
-        lag.ended(ended_s, expected_s)
-    assert lag.seconds(14.0) == pytest.approx(0.3)  # one that was early counts as being in time
-    assert lag.seconds(12.0 + LAG_COUNTS_S) == pytest.approx(0.2)
-    assert lag.seconds(14.0 + LAG_COUNTS_S) == 0.0
 
 
 class Order:
@@ -85,13 +64,6 @@ class Order:
 
     def begin(self, seed: str, now_s: float, first_page: int = 0) -> Turn:
         return self._order.turn_of(page_hashes(PAGES, seed)[first_page:], now_s, is_first=True)
-
-
-@pytest.mark.parametrize(("transmit_s", "is_fetched"), [(0.5, True), (1.0, True), (1.2, False), (10.0, False)])
-def test_a_prefix_is_fetched_if_that_is_sooner(transmit_s: float, is_fetched: bool) -> None:
-    before = own_metric("sgl_kvfetch_recomputed_tokens_total")
-    assert Order().ask("a", transmit_s) is is_fetched
-    assert own_metric("sgl_kvfetch_recomputed_tokens_total") - before == (0 if is_fetched else PAGES * PAGE_TOKENS)
 
 
 def test_everything_is_fetched_if_the_config_says_so() -> None:
@@ -178,9 +150,10 @@ def test_a_fetch_that_ends_frees_the_link_and_those_that_sglang_dropped_are_forg
     assert order.begin("a", 100.0) is NO_TURN
 
 
-def test_how_late_fetches_end_counts() -> None:
+def test_how_late_fetches_end_counts_for_a_minute() -> None:
     order = Order()
     assert order.ask("a", 0.6)
     order.begin("a", 100.0)
     order.ended(101.2, is_whole=True)  # 0.6 s late
     assert not order.ask("b", 0.6, now_s=102.0)
+    assert order.ask("c", 0.6, now_s=101.2 + LAG_COUNTS_S)

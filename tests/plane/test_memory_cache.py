@@ -59,23 +59,6 @@ def make_cache(num_bytes: int) -> MemoryCache:
     return MemoryCache(bytearray(BEFORE + num_bytes), num_bytes)
 
 
-def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> None:
-    one, cache = stored[0], make_cache(stored[0].num_bytes)
-    *first, last = one.units(0)
-    assert first
-    for unit in first:
-        cache.put(unit, one.data(unit))
-    assert cache.find(one.hashes) == []
-    assert not cache.has(one.reader, 0)
-    cache.put(last, one.data(last))
-    assert cache.find(one.hashes) == one.sources[:2]
-    assert not cache.has(one.reader, 1)
-    held = Held(cache, span_parts(one.sources))
-    assert holds(held, one)
-    assert held.chunks(one.units(1)[0]) is None
-    held.let_go()
-
-
 def test_the_least_recently_used_span_goes_first(stored: list[Stored]) -> None:
     cache = make_cache(2 * max(each.num_bytes for each in stored))
     for each in stored[:2]:
@@ -109,6 +92,7 @@ def test_an_opened_span_is_filled_by_who_opened_it(stored: list[Stored]) -> None
     assert cache.find(one.hashes) == one.sources[:2]
     assert holds(held, one)
     held.let_go()
+    assert not cache.has(one.reader, 1)
     other.open(parts)
     assert holds(other, one)
     assert other.places(one.units(1)[0]) is not None

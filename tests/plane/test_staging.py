@@ -51,12 +51,10 @@ def assert_staged(staged: StagedValues, num_pages: int) -> None:
 @pytest.mark.parametrize(
     ("num_pages", "num_found", "reason", "end"),
     [
-        (4, 4, "", "landed"),
         (4, 4, Reason.DIVERGES, "landed"),
         (3, 4, Reason.LATE, "partly"),
         (0, 4, Reason.LATE, "failed"),
         (0, 4, Reason.SOONER, "recomputed"),
-        (0, 0, "", "missed"),
         (0, 0, Reason.DATA_PLANE, "missed"),
     ],
 )
@@ -69,8 +67,6 @@ def test_the_outcome_follows_from_what_was_found_and_staged(
 def test_that_computing_is_sooner_is_told_before_what_a_lookup_noted() -> None:
     assert shortfall([Reason.DIVERGES, Reason.AUDIT, Reason.SOONER]) == Reason.SOONER
     assert shortfall([Reason.DIVERGES, Reason.LATE, Reason.TIMEOUT]) == Reason.LATE
-    assert shortfall([Reason.DIVERGES]) == Reason.DIVERGES
-    assert shortfall([]) == ""
 
 
 def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(url: str, launcher: Launcher) -> None:
@@ -92,9 +88,6 @@ def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(url: str,
             assert each.values.k.data_ptr() == staged.values.k.data_ptr()
         for work in works[1:]:
             plane.unstage(work)
-        _, none = stage(plane, page_hashes(3, "other"))
-        assert (none.num_pages, none.end, none.reason) == (0, "missed", "")
-        assert_staged(staged, NUM_PAGES)
         plane.unstage(later)
         # There was room for one of them in all: a staging of other pages shows that nobody holds it any more.
         _, half = stage(plane, hashes[: NUM_PAGES // 2])
@@ -120,24 +113,22 @@ def test_each_staging_of_the_same_pages_has_its_own_reason(plane: DataPlane) -> 
             plane.unstage(each)
 
 
-def test_pages_are_staged_layer_by_layer_and_stay_readable_when_the_data_plane_has_ended(
-    plane: DataPlane, launcher: Launcher
-) -> None:
+def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPlane, launcher: Launcher) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes[:12])
     _, staged = stage(plane, hashes)
-    assert staged.end == "landed"
     launcher.started[-1].kill()
     assert launcher.started[-1].join(WAIT_S)
     assert_staged(staged, 12)
 
 
 class Turns:
-    """Stagings that take turns, and the order in which they got theirs. 16 pages share the link."""
+    """Stagings that take turns, and the order in which they got theirs. 16 pages share the link, and 512 bytes are for
+    several."""
 
-    def __init__(self, room: Room, pool_share: float = 1.0) -> None:
-        config = parse_config({"store": "http://kv", "model_id": "m", "device": {"pool_share": pool_share}})
-        self.turns = _Turns(config, replace(SMALL, page_size=8192 // 16), room)
+    def __init__(self) -> None:
+        config = parse_config({"store": "http://kv", "model_id": "m", "device": {"pool_share": 0.5}})
+        self.turns = _Turns(config, replace(SMALL, page_size=8192 // 16), Room(1 << 10))
         self.began: list[Waiting] = []
         self.tasks = Tasks()
 
@@ -164,35 +155,23 @@ class Turns:
 
 @pytest.fixture
 async def turns() -> AsyncIterator[Turns]:
-    turns = Turns(Room(1 << 20))
+    turns = Turns()
     yield turns
     await turns.tasks.cancel()
 
 
-async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link(turns: Turns) -> None:
-    first, longer, shorter = [await turns.begin(num_pages) for num_pages in (16, 15, 4)]
+async def test_the_shortest_prompt_goes_first_and_short_ones_share_the_link(turns: Turns) -> None:
+    first, longer, shorter = [await turns.begin(num_pages) for num_pages in (16, 40, 4)]
     in_memory = await turns.begin(14, needs_link=False)  # which waits for no link
     assert turns.began == [first, in_memory]
-    assert turns.turns.pages_ahead == 16 + 15 + 4
+    assert turns.turns.pages_ahead == 16 + 40 + 4
     turns.turns.link_has_room(first.turn.result())
     await turns.settle()
-    assert turns.began == [first, in_memory, shorter]
-    assert turns.turns.pages_ahead == 16 + 15 + 4
-    await turns.end(first, shorter)
-    assert turns.began == [first, in_memory, shorter, longer]
-    assert turns.turns.pages_ahead == 15
-
-
-async def test_short_prompts_share_the_link(turns: Turns) -> None:
-    *two, third = [await turns.begin(6) for _ in range(3)]
-    assert turns.began == two
-    await turns.end(two[0], two[0])  # called twice: by the link and at the end
-    assert turns.began == [*two, third]
-    long = await turns.begin(100)
-    await turns.end(two[1])
-    assert turns.began == [*two, third]  # a long one gets the link alone
-    await turns.end(third)
-    assert turns.began == [*two, third, long]
+    short = await turns.begin(6)
+    assert turns.began == [first, in_memory, shorter, short]
+    await turns.end(first, shorter, short)
+    assert turns.began == [first, in_memory, shorter, short, longer]
+    assert turns.turns.pages_ahead == 40
 
 
 async def test_none_starves(turns: Turns) -> None:
@@ -205,8 +184,7 @@ async def test_none_starves(turns: Turns) -> None:
     assert turns.began.index(long) == (100 - 12) // AGEING_PAGES
 
 
-async def test_prompts_take_a_share_of_the_room_together_and_one_alone_takes_all() -> None:
-    turns = Turns(Room(1 << 10), pool_share=0.5)
+async def test_prompts_take_a_share_of_the_room_together_and_one_alone_takes_all(turns: Turns) -> None:
     all_of_it = await turns.begin(1, num_bytes=1 << 10)
     others = [await turns.begin(1, num_bytes=256) for _ in range(2)]
     assert turns.began == [all_of_it]
@@ -220,9 +198,8 @@ async def test_prompts_take_a_share_of_the_room_together_and_one_alone_takes_all
 
 async def test_who_gets_no_turn_in_time_leaves_and_one_that_comes_at_the_end_is_given_back(turns: Turns) -> None:
     present = await turns.begin(16)
-    late = turns.turns.enter(2, 256, needs_link=True)
     with pytest.raises(TimeoutError):
-        await turns.turns.wait(late, time.monotonic() + 0.01)
+        await turns.turns.wait(turns.turns.enter(2, 256, needs_link=True), time.monotonic() + 0.01)
     assert turns.turns.pages_ahead == 16
     waiting = turns.turns.enter(2, 256, needs_link=True)
     task = asyncio.create_task(turns.turns.wait(waiting, time.monotonic() + WAIT_S))

@@ -14,9 +14,8 @@ STORE = {"store": "http://store:8700"}
 S3 = {"store": "s3://bucket/prefix"}
 
 
-def test_defaults_and_sglangs_own_keys() -> None:
-    config = parse_config(STORE | {"prefetch_threshold": 16, "hicache_storage_pass_prefix_keys": True})
-    assert (config.quantiser_name, config.codec, config.reads, config.writes) == ("exact", "ans", True, True)
+def test_sglangs_own_keys_are_left_to_it() -> None:
+    assert parse_config(STORE | {"prefetch_threshold": 16}) == parse_config(STORE)
 
 
 def test_a_profile_makes_klt_the_default_and_auto_takes_what_klt_takes() -> None:
@@ -52,9 +51,6 @@ def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch
         ),
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"quantiser": "auto", "profile": "p"}, "'auto' takes its profile from the store: leave out profile"),
-        ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
-        ({"store": "ftp://x"}, "store = 'ftp://x': expected one URL: http://"),
-        ({"store": ["http://x", "http://y"]}, r"store = \['http://x', 'http://y'\]: expected one URL: http://"),
         ({"store": 5}, "store = 5: expected one URL"),
         ({"store": "http://\udcff"}, r"store = 'http://\\udcff': expected valid Unicode, found a lone surrogate"),
         (
@@ -62,23 +58,13 @@ def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch
             "store = 'file:///kv': a directory belongs to one process, .*kvfetch serve /kv --port",
         ),
         ({"token": "secret"}, "unknown key 'token'; did you mean 'token_file'"),
-        ({"token_file": "\ud800"}, r"token_file = \(hidden\): .*valid .*unicode"),
         (S3 | {"s3": {"region": "\ud800"}}, r"s3 = \(hidden\): expected valid Unicode"),
-        ({"tls": {"ca_file": "\ud800"}}, r"tls.ca_file = '\\ud800': .*valid .*unicode"),
-        ({"token_file": 5}, r"token_file = \(hidden\)"),
-        ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
         ({"index": "redis://x"}, "index is for s3:// stores"),
-        ({"s3": {"region": "x"}}, "s3 is for s3:// stores"),
         ({"ttl_s": "1 day"}, "ttl_s = '1 day': invalid duration .*such as 90s, 45m, 12h or 30d"),
-        ({"ttl_s": 0.5}, "ttl_s = 0.5: .*greater than or equal to 1"),
-        (S3 | {"s3": {"region": 5.5}}, r"s3\.region.* = \(hidden\)"),
         ({"tls": {"key_file": "k"}}, "tls = .*: key_file needs a cert_file"),
         ({"levels.count": 2}, r'unknown key .levels.count.; write it as {"levels": {"count": \.\.\.}}'),
         ({"device": {"poolshare": 1}}, r"unknown key 'device.poolshare' \(= 1\); did you mean 'pool_share'"),
-        ({"recompute": "always"}, "recompute = 'always': .*'auto' or 'never'"),
-        ({"audit_share": 2}, "audit_share = 2: .*less than or equal to 1"),
         ({"device": 0.5}, "device = 0.5: it has keys of its own; .*known keys are pool_share"),
-        (S3 | {"index": {"url": "redis://x"}}, r"index = \(hidden\): .*valid string"),
         ({"store": "kv:8700"}, "store = 'kv:8700': expected one URL: .*; is it http://kv:8700?"),
     ],
 )
@@ -90,14 +76,11 @@ def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], mes
 @pytest.mark.parametrize(
     "extra",
     [
-        {"token": 31337},
         {"token": ["31337"]},
-        {"tokens": "31337"},
         {"tokn": "31337"},
+        {"token_file": 31337},
         S3 | {"s3": {"secret_access_key": 31337.5}},
-        S3 | {"s3": "31337"},
         S3 | {"indexx": "31337"},
-        S3 | {"index": 31337},
         S3 | {"index": {"url": "31337"}},
     ],
 )
@@ -109,8 +92,7 @@ def test_faults_do_not_show_a_token(extra: dict[str, object]) -> None:
 
 def test_a_store_may_be_a_bucket_with_an_index() -> None:
     config = parse_config(S3 | {"s3": {"region": "r", "skip_signature": True}, "index": "redis://:pass@x/1"})
-    assert config.s3 == {"region": "r", "skip_signature": True}
-    assert config.index == "redis://:pass@x/1"
+    assert (config.s3, config.index) == ({"region": "r", "skip_signature": True}, "redis://:pass@x/1")
     assert "pass" not in repr(config)
 
 

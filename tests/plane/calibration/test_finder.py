@@ -7,10 +7,11 @@ import os
 import random
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
+from unittest.mock import DEFAULT, AsyncMock
 
 import msgspec
 import pytest
@@ -18,14 +19,12 @@ import pytest
 from harness.models import TinyLlama, make_tiny_llama
 from harness.serving import serving
 from harness.waiting import until
-from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.calibration import finder, own
-from sgl_kvfetch.plane.calibration.__main__ import calibrate
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
-from sgl_kvfetch.plane.calibration.own import Job, OwnCalibration, write_prompts
+from sgl_kvfetch.plane.calibration.own import OwnCalibration
 from sgl_kvfetch.plane.profiles import cache_folder, take_from_store
 from sgl_kvfetch.protocol import messages as m
 from sgl_kvfetch.protocol.config import KVFetchConfig, parse_config
@@ -73,13 +72,17 @@ def config(tmp_path: Path) -> Iterator[KVFetchConfig]:
 class Finding:
     """A finder at work, and its events."""
 
-    def __init__(
-        self, config: KVFetchConfig, folder: Path, *, weights: str = "", target_kl: float | None = None
-    ) -> None:
+    def __init__(self, config: KVFetchConfig, folder: Path, weights: str = "", target_kl: float | None = None) -> None:
         needs = ProfileNeeds(SMALL if weights else OF_MODEL, (0,), 0, 0, 1, target_kl)
         watch = m.Watch(weights or fingerprint_model(str(folder)), str(folder), "tiny", needs)
         self.events: list[m.Event] = []
         self.finder = ProfileFinder(config, watch, self.events.append)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        await self.finder.close()
 
     @property
     def process(self) -> asyncio.subprocess.Process | None:
@@ -91,59 +94,28 @@ class Finding:
         assert isinstance(event, m.ProfileFound)
         return event.digest
 
-    async def begin_paused(self) -> None:
-        """Let it calibrate, and stop it as soon as it can be stopped."""
+    async def begin_paused(self) -> int:
+        """Let it calibrate, and stop it as soon as it can be stopped. Return its process."""
         self.finder.serve(m.PauseCalibration(True))
         self.finder.serve(m.ShowPrompts(windows()))
         await until(lambda: self.process is not None and _state(self.process.pid) == "T")
+        assert self.process is not None
+        return self.process.pid
 
 
 def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _environment(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def _exists(path: str) -> bool:
-    return Path(path).exists()
-
-
-def _copy(cache: Path) -> Path:
-    """Return this machine's only copy of a profile."""
-    (path,) = cache.glob("profiles/*/*")
-    return path
-
-
-def _make_file(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_text("")
-
-
-async def _raise(*args: object) -> None:
-    raise MemoryError
+    path = Path(f"/proc/{pid}/stat")
+    return path.read_text().rpartition(")")[2].split()[0] if path.exists() else "gone"
 
 
 def windows() -> tuple[tuple[bytes, ...], ...]:
-    """Some of one piece and some of two, which begin as prompts do or do not."""
+    """Of two pieces each, of which the first begins as prompts do: with BOS."""
     rng = random.Random(0)
-    made = []
-    for number in range(6):
-        tokens = array("i", (rng.randrange(3, 128) for _ in range(2 * WINDOW)))
-        tokens[0] = 1  # BOS
-        cut = WINDOW // 2 if number % 2 else len(tokens)
-        made.append(tuple(x.tobytes() for x in (tokens[:cut], tokens[cut:]) if x))
-    return tuple(made)
 
+    def piece(first: int) -> bytes:
+        return array("i", [first, *(rng.randrange(3, 128) for _ in range(WINDOW))]).tobytes()
 
-@asynccontextmanager
-async def finding(*args: object, **kwargs: object) -> AsyncIterator[Finding]:
-    found = Finding(*args, **kwargs)  # type: ignore[arg-type]
-    try:
-        yield found
-    finally:
-        await found.finder.close()
+    return tuple((piece(1), piece(3)) for _ in range(6))
 
 
 async def test_an_interrupted_calibration_goes_on_and_is_published(
@@ -151,35 +123,24 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
 ) -> None:
     """By the next server, whose token is not permitted to publish it at first."""
     folder = cache_folder("calibrations", fingerprint_model(str(model)), config.store)
-    assert folder.is_relative_to(cache)
-    async with finding(config, model) as first:
-        await first.begin_paused()
-        assert first.process is not None
-        pid = first.process.pid
-        assert b"OMP_WAIT_POLICY=PASSIVE\0" in _environment(pid)
-        async with finding(config, model) as neighbour:  # of the same machine, which leaves it to the first one
+    async with Finding(config, model) as first:
+        pid = await first.begin_paused()
+        async with Finding(config, model) as neighbour:  # of the same machine, which leaves it to the first one
             neighbour.finder.serve(m.ShowPrompts(windows()))
             await neighbour.finder._own.begin()
             assert neighbour.process is None
-    assert not _exists(f"/proc/{pid}")
+    assert _state(pid) == "gone"
     assert (folder / "prompts").stat().st_mode & 0o077 == 0
     assert folder.stat().st_mode & 0o077 == 0
-
-    refusals: list[str] = []
-
-    async def refuse_once(*args: object) -> str:
-        monkeypatch.setattr(finder, "publish_profile", publish_profile)
-        refusals.append(str(args[1]))
-        raise StoreError("refused", "HTTP 403")
-
-    monkeypatch.setattr(finder, "publish_profile", refuse_once)
-    async with finding(config, model) as second:
+    publish = AsyncMock(wraps=publish_profile, side_effect=[StoreError("refused", "HTTP 403"), DEFAULT])
+    monkeypatch.setattr(finder, "publish_profile", publish)
+    async with Finding(config, model) as second:
         digest = await second.found()
-        profile = load_profile(_copy(cache))
-        assert (profile.digest, profile.calibration.weights) == (digest, fingerprint_model(str(model)))
-        assert profile.calibration.num_windows == 6
+        copy = cache_folder("profiles", fingerprint_model(str(model)), config.store) / f"{digest}.profile"
+        profile = load_profile(copy)
+        assert (profile.digest, profile.calibration.num_windows) == (digest, 6)
         assert (profile.calibration.context_tokens, profile.calibration.continuation_tokens) == (64, 32)
-    assert refusals == [str(folder / "profile")]
+    assert publish.call_count == 2
     assert not folder.exists()
     store = open_remote(config.store)
     assert [info.name for info in await store.notes(PROFILES)] == [f"{profile.calibration.weights}/{profile.digest}"]
@@ -191,15 +152,13 @@ async def test_a_neighbour_that_is_sooner_ends_the_calibration_if_its_profile_fi
 ) -> None:
     weights, store = fingerprint_model(str(model)), open_remote(config.store)
     other = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)  # as for other TP sizes
-    async with finding(config, model) as found:
-        await found.begin_paused()
+    async with Finding(config, model) as found:
+        pid = await found.begin_paused()
         assert f"profile {other} is passed over: profile " in caplog.text
         assert not found.events
-        assert found.process is not None
-        pid = found.process.pid
         name = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
         assert name == f"{weights}/{await found.found()}"
-    assert not _exists(f"/proc/{pid}")
+    assert _state(pid) == "gone"
     assert not list((cache / "calibrations").iterdir())
     await store.close()
 
@@ -212,30 +171,12 @@ async def test_its_own_is_not_published_if_it_does_not_fit(
     made = cache_folder("calibrations", weights, config.store) / "profile"
     made.parent.mkdir(parents=True)
     of_model(tmp_path, weights).rename(made)
-    async with finding(config, model, target_kl=1.0) as found:
+    async with Finding(config, model, target_kl=1.0) as found:
         found.finder.serve(m.ShowPrompts(windows()))
         await until(lambda: "a profile cannot be made or published here: ConfigError: target_kl = 1 is" in caplog.text)
     store = open_remote(config.store)
     assert not await store.notes(PROFILES)
     await store.close()
-
-
-async def test_a_server_of_another_store_keeps_its_calibration(
-    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path
-) -> None:
-    weights = fingerprint_model(str(model))
-    with serving(tmp_path / "other") as url:
-        other = config.model_copy(update={"store": url})
-        async with finding(config, model) as found, finding(other, model) as of_other:
-            await found.begin_paused()
-            await of_other.begin_paused()
-            store = open_remote(url)
-            await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
-            await store.close()
-            await of_other.found()
-            assert found.process is not None
-            folder = cache_folder("calibrations", weights, config.store)
-            assert list((cache / "calibrations").iterdir()) == [folder]
 
 
 def test_what_servers_have_left_is_deleted_after_a_week(cache: Path) -> None:
@@ -257,9 +198,9 @@ def test_what_servers_have_left_is_deleted_after_a_week(cache: Path) -> None:
 async def test_no_fault_ends_the_finder(
     config: KVFetchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(finder, "take_from_store", _raise)
-    monkeypatch.setattr(OwnCalibration, "begin", _raise)
-    async with finding(config, tmp_path, weights="0" * 32) as found:
+    monkeypatch.setattr(finder, "take_from_store", AsyncMock(side_effect=MemoryError))
+    monkeypatch.setattr(OwnCalibration, "begin", AsyncMock(side_effect=MemoryError))
+    async with Finding(config, tmp_path, weights="0" * 32) as found:
         await until(lambda: "a profile cannot be made or published here: MemoryError" in caplog.text)
         assert "for a profile failed: MemoryError" in caplog.text
         store = open_remote(config.store)
@@ -273,7 +214,7 @@ async def test_a_model_that_cannot_be_calibrated_is_not_tried_again(
     config: KVFetchConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    async with finding(config, tmp_path, weights="0" * 32) as found:
+    async with Finding(config, tmp_path, weights="0" * 32) as found:
         found.finder.serve(m.ShowPrompts(windows()))
         await until(lambda: found.finder._own._has_failed)
         folder = cache_folder("calibrations", "0" * 32, config.store)
@@ -286,24 +227,11 @@ async def test_a_model_that_cannot_be_calibrated_is_not_tried_again(
     assert "this server stores with 'exact': " in said
 
 
-def test_a_profile_that_misses_the_default_is_not_written(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the process says what the one above says, and nothing is published."""
-    monkeypatch.setattr(curve, "_STEPS", (16.0, 32.0))
-    write_prompts(tmp_path / "prompts", windows())
-    files = (str(tmp_path / name) for name in ("prompts", "unfinished", "profile"))
-    with pytest.raises(ConfigError, match="no profile: the finest step"):
-        calibrate(Job(os.getpid(), str(model), "tiny", "0" * 32, 1, 1, *files))
-    assert [x.name for x in tmp_path.iterdir()] == ["prompts"]
-
-
 async def test_a_folder_that_cannot_be_written(
-    model: Path, config: KVFetchConfig, cache: Path, caplog: pytest.LogCaptureFixture
+    model: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _make_file(cache)
-    async with finding(config, model) as found:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    async with Finding(config, model) as found:
         found.finder.serve(m.ShowPrompts(windows()))
         await until(lambda: found.finder._own._has_failed)
-    assert f"no profile can be made in {cache / 'calibrations'}" in caplog.text
-    assert os.fspath(cache) in caplog.text
+    assert "no profile can be made in /dev/null/sgl_kvfetch/calibrations" in caplog.text

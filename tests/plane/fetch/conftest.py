@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +34,22 @@ from tests import fetchers
 from tests.segments import SMALL, make_segment
 
 NUM_PAGES = 8
-POISON = 57.0
 
 
 class PoisonedPool(MemoryPool):
     """What was not written shows."""
 
     def __init__(self, num_pages: int) -> None:
-        super().__init__(SMALL, num_pages, POISON)
+        super().__init__(SMALL, num_pages, 57.0)
 
     def is_poisoned(self, page: int) -> bool:
-        return all(bool((self.values[t][page] == POISON).all()) for t in TENSORS)
+        return all(bool((self.values[t][page] == 57.0).all()) for t in TENSORS)
 
 
 class SpoiltStore(LocalStore):
     """Reads wait while the gate is closed. Those from a given byte of an object on fail, or have a byte flipped."""
 
     flip_from: int | None = None
-    flips_left = 1 << 30
     fail_from: int | None = None
     num_gets = 0
     is_damaged = False  # what it finds on its disk when a reader reports damage
@@ -74,8 +73,7 @@ class SpoiltStore(LocalStore):
         if self.fail_from is not None and start >= self.fail_from:
             raise StoreError("server", "as told")
         data = await super().get(name, start, length)
-        if data is not None and self.flip_from is not None and start >= self.flip_from and self.flips_left:
-            self.flips_left -= 1
+        if data is not None and self.flip_from is not None and start >= self.flip_from:
             return bytes([data[0] ^ 1]) + data[1:]
         return data
 
@@ -108,11 +106,7 @@ MakeFetcher = Callable[..., Fetcher]
 @pytest.fixture
 def make_fetcher(store: SpoiltStore, decoders: DecodePool[Decoders]) -> MakeFetcher:
     """Makes fetchers that report damage, unless a test says otherwise."""
-
-    def make(pool: DecodePool[Decoders] = decoders, *, may_delete: bool = True, **options: Any) -> Fetcher:
-        return fetchers.make_fetcher(store, pool, may_delete=may_delete, **options)
-
-    return make
+    return partial(fetchers.make_fetcher, store, decoders, may_delete=True)
 
 
 @pytest.fixture
@@ -139,36 +133,23 @@ async def fetch(
     return await fetcher.fetch(wanted, PoolPages(pool, pool_pages), WAIT_S)
 
 
-def queued_bytes() -> float:
-    """Return the bytes that the fetchers of this process have requested or received, and not restored."""
-    return own_metric("sgl_kvfetch_queued_bytes", queue="read")
-
-
 async def assert_nothing_held(fetcher: Fetcher) -> None:
     """Assert that no task, no bytes and no transfer are left once all reads have been answered."""
     await until_idle()
-    assert queued_bytes() == 0
+    assert own_metric("sgl_kvfetch_queued_bytes", queue="read") == 0  # what was requested, and is not restored
     assert fetcher.link.outstanding_bytes == 0
 
 
 class Recorder(Chooser):
-    """Takes the ways to read a span in turn, and keeps what it was asked: spans, and the number of cells left."""
+    """Takes the ways to read a span in turn, and keeps which spans it was asked for."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         super().__init__(Tolerance(), fetcher.pool, fetcher.link)
+        self.fetcher = fetcher
         self.spans: list[int] = []
-        self.left: list[int] = []
 
-    def choose(
-        self,
-        part: SpanPart,
-        within_s: float,
-        num_cells_left: int,
-        takes: Callable[[SegmentReader], bool],
-        is_here: Callable[[SegmentReader], bool],
-    ) -> SegmentReader:
+    def choose(self, part: SpanPart, *args: Any) -> SegmentReader:
         self.spans.append(part.span)
-        self.left.append(num_cells_left)
         ways = list(part.reader.ways(0))
         return ways[len(self.spans) % len(ways)]
 
@@ -181,17 +162,11 @@ async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
 
 
 @pytest.fixture
-def choosing(make_fetcher: MakeFetcher) -> Fetcher:
-    """A fetcher whose spans are read in the ways that a `Recorder` takes."""
-    fetcher = make_fetcher(may_delete=False)
-    fetcher.reads.chooser = Recorder(fetcher)
-    return fetcher
-
-
-@pytest.fixture
-def recorder(choosing: Fetcher) -> Recorder:
-    assert isinstance(choosing.reads.chooser, Recorder)
-    return choosing.reads.chooser
+def recorder(make_fetcher: MakeFetcher) -> Recorder:
+    """Of a fetcher whose spans are read in the ways that this takes."""
+    fetcher = make_fetcher()
+    fetcher.reads.chooser = recorder = Recorder(fetcher)
+    return recorder
 
 
 def wanted(made: CodedSegment) -> list[PageSource]:

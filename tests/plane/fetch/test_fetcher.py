@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +14,7 @@ from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import ReadSize, ReadUnit, read_units
+from sgl_kvfetch.plane.fetch.plan import ReadSize, read_units
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
@@ -56,26 +54,22 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
 ) -> None:
     wanted = sources(segment, range(8))
     largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, ReadSize(600)))
-    fetcher = make_fetcher(inflight_bytes=8 * 20 * largest, may_delete=False)
-    for page in (0, 2, 4):
-        assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
-    num_gets = store.num_gets
-    for page in (1, 3, 5):
-        memory = PoisonedPool(8)
-        assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
-        assert holds(memory, segment, [page], [page])
-    assert store.num_gets == num_gets
-
-    bounded = make_fetcher(inflight_bytes=8 * largest, may_delete=False)
-    for page in (0, 2, 4):
-        await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
-    for page, is_kept in ((5, True), (1, False)):  # only the last span
+    for room, kept in ((20 * largest, [1, 3, 5]), (largest, [5])):  # in the second case, of the last span alone
+        fetcher = make_fetcher(inflight_bytes=8 * room)
+        for page in (0, 2, 4):
+            assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
         num_gets = store.num_gets
-        assert (await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
-        assert (store.num_gets == num_gets) == is_kept
+        for page in kept:
+            memory = PoisonedPool(8)
+            assert (await fetch(fetcher, wanted[page : page + 1], memory, [page])).num_pages == 1
+            assert holds(memory, segment, [page], [page])
+        assert store.num_gets == num_gets
+        await fetch(fetcher, wanted[1:2], PoisonedPool(8), [1])
+        assert (store.num_gets == num_gets) == (1 in kept)
 
 
 async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
+    """The store is told, and nothing is deleted: only the store can tell that its bytes are sound."""
     wanted = sources(segment, range(8))
     store.flip_from = read_units(wanted[0].reader, 2, ReadSize(600))[0].reads[0][1]
     pool = PoisonedPool(8)
@@ -83,6 +77,9 @@ async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, s
     assert result.num_pages == 4
     assert isinstance(result.failures[0], CorruptError)
     assert holds(pool, segment, range(4), range(4))
+    await until_idle()
+    assert set(store.reports) == {segment[0].manifest.key.manifest_name}
+    assert {info.name async for info in store.list()} == {*store.reports, segment[0].data_name}
 
 
 async def test_a_begun_span_that_came_damaged_is_read_again(
@@ -94,24 +91,6 @@ async def test_a_begun_span_that_came_damaged_is_read_again(
     store.flip_from = None
     assert (await fetch(fetcher, wanted, pool, [2])).num_pages == 1
     assert holds(pool, segment, [2], [2])
-
-
-async def test_a_reader_whose_link_garbles_everything_deletes_nothing(
-    store: SpoiltStore, make_fetcher: MakeFetcher
-) -> None:
-    """It would find the same when it reads again: only the store can tell that its bytes are sound."""
-    segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(20)]
-    for coded, _ in segments:
-        await commit_segment(store, coded)
-    names = [coded.manifest.key.manifest_name for coded, _ in segments]
-    store.flip_from = 0
-    fetcher = make_fetcher(inflight_bytes=4000)
-    for segment in segments:
-        assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
-        await until_idle()
-    assert store.reports == names
-    store.flip_from = None
-    assert {info.name async for info in store.list() if info.name.endswith(".kvm")} == set(names)
 
 
 async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
@@ -197,9 +176,6 @@ async def test_pages_that_are_not_fetched_measure_the_link(
     assert store.num_gets == len(fetcher.link.transfers) == 2
     store.fail_from = 0
     await fetcher.reads.probe(sources(segment, range(8)))  # a store that fails is nobody's loss
-    monkeypatch.setattr(fetcher.link, "begin_probe", lambda: 0)
-    await fetcher.reads.probe(sources(segment, range(8)))
-    assert store.num_gets == 3
     assert fetcher.link.outstanding_bytes == 0
 
 
@@ -233,48 +209,32 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
 ) -> None:
     monkeypatch.setattr(Link, "is_full", False)
     store.gate.clear()
-    fetcher = make_fetcher(may_delete=False)
+    fetcher = make_fetcher()
     destination, is_requested = PoolPages(PoisonedPool(8), range(8)), asyncio.Event()
     task = asyncio.create_task(
         fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
     )
     await asyncio.wait_for(is_requested.wait(), WAIT_S)
     assert not task.done()
-    assert store.num_gets == sum(
-        len(read_units(sources(segment, [0])[0].reader, span, ReadSize(600))) for span in range(4)
-    )
     store.gate.set()
     assert (await task).num_pages == 8
 
 
-async def test_what_is_decoded_is_bounded(segment: Segment, make_fetcher: MakeFetcher) -> None:
-    wanted = sources(segment, range(8))
-    reader = wanted[0].reader
-    cells = [cell for span in range(4) for cell in reader.manifest.span_cells(span)]
-    largest = max(PoolPages(Mock(), ()).working_bytes(ReadUnit(reader, (cell,))) for cell in cells)
-    under_way = most = 0
+async def test_what_is_decoded_is_bounded(
+    segment: Segment, make_fetcher: MakeFetcher, decoders: DecodePool[Decoders], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    futures: list[Future[Any]] = []
+    submit = decoders.submit
 
-    class Watched(DecodePool[Decoders]):
-        def submit(self, *args: Any, **options: Any) -> Future[Any]:
-            nonlocal under_way, most
-            under_way += 1
-            most = max(most, under_way)
-            future = super().submit(*args, **options)
-            future.add_done_callback(ended)
-            return future
+    def submit_one(*args: Any, **options: Any) -> Future[Any]:
+        assert all(each.done() for each in futures)
+        futures.append(submit(*args, **options))
+        return futures[-1]
 
-    def ended(_: object) -> None:
-        nonlocal under_way
-        under_way -= 1
-
-    with closing(Watched([{}] * 4)) as pool:
-        bounded = make_fetcher(pool, may_delete=False, decode_bytes=2 * largest)
-        memory = PoisonedPool(8)
-        result = await bounded.fetch(wanted, PoolPages(memory, range(8)), WAIT_S)
-        assert result.num_pages == 8
-        assert holds(memory, segment, range(8), range(8))
-    assert 1 <= most <= 2
-    assert bounded.pool.bytes_per_s is not None
+    monkeypatch.setattr(decoders, "submit", submit_one)
+    memory = PoisonedPool(8)  # each cell takes more than a byte, so they are decoded one by one
+    assert (await fetch(make_fetcher(decode_bytes=1), sources(segment, range(8)), memory, range(8))).num_pages == 8
+    assert holds(memory, segment, range(8), range(8))
 
 
 @pytest.mark.parametrize(("bytes_per_s", "is_late"), [(1.0, True), (1e9, False)])
@@ -291,14 +251,3 @@ async def test_what_would_come_too_late_is_not_asked_for(
 def test_a_span_is_read_in_three_parts_unless_it_is_short() -> None:
     size = ReadSize(4 << 20)
     assert [size.of(num_bytes) for num_bytes in (512 << 10, 3 << 20, 24 << 20)] == [512 << 10, 1 << 20, 4 << 20]
-
-
-async def test_small_cells_of_a_read_are_decoded_in_one_job(
-    make_fetcher: MakeFetcher, segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetcher = make_fetcher(read_bytes=1 << 20)
-    wanted, submit = sources(segment, range(8)), Mock(wraps=fetcher.pool.submit)
-    monkeypatch.setattr(fetcher.pool, "submit", submit)
-    assert wanted[0].reader.cells_per_span > 1
-    await fetch(fetcher, wanted, PoisonedPool(8), range(8))
-    assert submit.call_count == wanted[0].reader.manifest.num_spans

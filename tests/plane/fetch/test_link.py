@@ -55,16 +55,6 @@ async def test_four_reads_are_always_under_way(clock: Clock) -> None:
     await waiting
 
 
-async def test_goodput_is_that_of_all_connections_and_grows_stale(clock: Clock) -> None:
-    link = carried(clock, *[(1_000_000, 0, 1)] * 4)
-    link.started(1000)
-    link.ended(1000, clock.now_s - 100, is_whole=False)  # what failed says nothing
-    assert link.outstanding_bytes == 0
-    assert link.recent_bps(clock.now_s) == pytest.approx(4 * 8e6)
-    assert link.recent_bps(clock.now_s + 29) is not None
-    assert link.recent_bps(clock.now_s + 31) is None
-
-
 def carried(clock: Clock, *transfers: tuple[int, float, float]) -> Link:
     """A link that has carried transfers of so many bytes, from and until these seconds."""
     link = Link(clock.monotonic)
@@ -77,18 +67,27 @@ def carried(clock: Clock, *transfers: tuple[int, float, float]) -> Link:
     return link
 
 
-async def test_pauses_do_not_count_and_connections_add_up(clock: Clock) -> None:
-    """Bursts of two that each get half of the link, the second one ending almost with the first."""
-    bursts = [(500, at, at + end) for at in (0.0, 3.0, 100.0) for end in (1.0, 1.0001)]
-    found = [transfer.goodput_bps for transfer in carried(clock, *bursts).transfers]
-    assert found == pytest.approx([8000.0] * 3, rel=0.01)
-
-
-async def test_many_connections_all_the_time(clock: Clock) -> None:
-    """Sixteen of them, one beginning when another one ends: never is the link idle."""
-    link = carried(clock, *((1000, i / 16, i / 16 + 1) for i in range(200)))
-    assert len(link.transfers) > 8  # or the estimate could not follow the link
-    assert link.recent_bps(clock.now_s) == pytest.approx(16 * 8000.0, rel=0.1)
+@pytest.mark.parametrize(
+    ("transfers", "goodput_bps"),
+    [
+        ([(1_000_000, 0, 1)] * 4, 4 * 8e6),
+        # Bursts of two that each get half of the link, the second one ending almost with the first.
+        ([(500, at, at + end) for at in (0.0, 3.0, 10.0) for end in (1.0, 1.0001)], 8000.0),
+        # Sixteen, one beginning when another one ends: never is the link idle.
+        ([(1000, i / 16, i / 16 + 1) for i in range(200)], 16 * 8000.0),
+    ],
+    ids=["at once", "pauses", "all the time"],
+)
+async def test_goodput_is_that_of_all_connections_and_grows_stale(
+    clock: Clock, transfers: list[tuple[int, float, float]], goodput_bps: float
+) -> None:
+    link = carried(clock, *transfers)
+    link.started(1000)
+    link.ended(1000, clock.now_s - 100, is_whole=False)  # what failed says nothing
+    assert link.outstanding_bytes == 0
+    assert link.recent_bps(clock.now_s) == pytest.approx(goodput_bps, rel=0.1)
+    assert link.recent_bps(clock.now_s + 29) is not None
+    assert link.recent_bps(clock.now_s + 31) is None
 
 
 async def test_a_link_that_becomes_faster_is_followed_after_two_transfers(clock: Clock) -> None:

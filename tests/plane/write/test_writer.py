@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 
+from harness.metrics import own_metric
 from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import Content
@@ -51,25 +54,29 @@ async def make(store: LocalStore) -> AsyncIterator[Make]:
             await writer.close()
 
 
-def batch(first_page: int, num_pages: int) -> PageBatch:
+def batch(first_page: int, num_pages: int, seed: str = "") -> PageBatch:
     values = make_values(SMALL, num_pages)
     pages = RawPages(*(values[t].view(-1, SMALL.page_size, *values[t].shape[1:]) for t in TENSORS))
-    previous = page_hashes(1, "", first_page - 1)[0] if first_page else None
-    return PageBatch(first_page, previous, page_hashes(num_pages, "", first_page), [pages])
+    previous = page_hashes(1, seed, first_page - 1)[0] if first_page else None
+    return PageBatch(first_page, previous, page_hashes(num_pages, seed, first_page), [pages])
 
 
-async def write(writer: Writer, first_page: int, num_pages: int) -> None:
-    pages = batch(first_page, num_pages)
-    writer.add(pages)
+async def write(writer: Writer, first_page: int, num_pages: int, seed: str = "") -> None:
+    writer.add(batch(first_page, num_pages, seed))
     await writer.drain()
 
 
-async def names(store: LocalStore) -> list[str]:
-    return sorted([info.name async for info in store.list()])
+def lengths_in(names: list[str]) -> list[int]:
+    """Return the lengths of the segments whose manifests are named."""
+    return sorted(int(name.split("/")[1].split("-")[0]) for name in names if name.endswith(".kvm"))
 
 
 async def lengths(store: LocalStore) -> list[int]:
-    return sorted(int(name.split("/")[1].split("-")[0]) for name in await names(store) if name.endswith(".kvm"))
+    return lengths_in([info.name async for info in store.list()])
+
+
+def queued_bytes() -> float:
+    return own_metric("sgl_kvfetch_queued_bytes", queue="write")
 
 
 async def found(store: LocalStore, num_pages: int) -> list[int]:
@@ -81,13 +88,8 @@ async def test_segments_of_a_span_are_written_again_once(
     store: LocalStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spans have four pages here. What is sent twice is no more than that, and nothing is read back."""
-    sent, put = [], store.put
-
-    async def counted(name: str, data: Content) -> None:
-        sent.append(name)
-        await put(name, data)
-
-    monkeypatch.setattr(store, "put", counted)
+    put = Mock(wraps=store.put)
+    monkeypatch.setattr(store, "put", put)
     writer = make()
     await write(writer, 0, 7)
     assert await found(store, 7) == [4, 2, 1]
@@ -95,80 +97,70 @@ async def test_segments_of_a_span_are_written_again_once(
     assert await found(store, 16) == [4, 4, 8]
     await until_idle()  # the pieces are deleted
     assert await lengths(store) == [4, 4, 8]
-    assert sorted(int(name.split("/")[1].split("-")[0]) for name in sent if name.endswith(".kvm")) == [1, 1, 2, 4, 4, 8]
+    assert lengths_in([call.args[0] for call in put.mock_calls]) == [1, 1, 2, 4, 4, 8]
 
 
-async def test_pieces_stay_until_no_reader_should_use_them(store: LocalStore, make: Make) -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_pieces_stay_until_no_reader_should_use_them(store: LocalStore, make: Make, is_gone: bool) -> None:
+    """Or longer, if the whole is gone, as when it was found damaged: the pieces are all that is left of these pages."""
     clock = LoopClock()
     writer = make(retire_s=600.0)
-    for first in (0, 2):
+    for first in (2, 0):
         await write(writer, first, 2)
     assert await lengths(store) == [2, 2, 4]
+    if is_gone:
+        assert await store.delete(SegmentKey(SPEC.heads.folder, 4, page_hashes(4)[3]).manifest_name)
     await clock.advance(600.0)
     await until_idle()
-    assert await lengths(store) == [4]
+    assert await lengths(store) == ([2, 2] if is_gone else [4])
 
 
-async def test_pieces_stay_if_the_whole_is_gone(store: LocalStore, make: Make) -> None:
-    """As when it was found damaged: the pieces are all that is left of these pages."""
-    clock = LoopClock()
-    writer = make(retire_s=600.0)
-    for first in (0, 2):
-        await write(writer, first, 2)
-    assert await store.delete(SegmentKey(SPEC.heads.folder, 4, page_hashes(4)[3]).manifest_name)
-    await clock.advance(600.0)
-    await until_idle()
-    assert await found(store, 4) == [2, 2]
+async def test_pieces_of_other_prompts_that_found_no_room_or_have_changed_are_not_joined(
+    store: LocalStore, make: Make
+) -> None:
+    writer = make()
+    await write(writer, 0, 2)
+    await write(writer, 2, 2, "other")
+    changed = batch(0, 2)
+    changed.sides["swa", 0] = torch.zeros(8, dtype=torch.uint8)  # which a join would lose
+    writer.add(changed)
+    await writer.drain()
+    await write(writer, 2, 2)
+    small = make(queue_bytes=4)
+    for first in (4, 6):
+        await write(small, first, 2)
+    assert await lengths(store) == [2] * 5
 
 
-async def test_another_servers_pieces_stay_as_they_are(store: LocalStore, make: Make) -> None:
-    await write(make(), 0, 2)
-    await write(make(), 2, 2)
-    assert await lengths(store) == [2, 2]
-
-
-async def test_joining_does_not_prolong_what_expires(
+async def test_what_expires_is_not_prolonged_by_joining_or_writing_and_is_written_again_then(
     store: LocalStore, make: Make, later: Callable[[float], None]
 ) -> None:
-    writer = make(ttl_s=100.0)
+    writer = make(ttl_s=100.0, retire_s=600.0)
     await write(writer, 0, 2)
     later(80)
+    await write(writer, 0, 2)
     await write(writer, 2, 2)
     assert await found(store, 4) == [4]
     later(110)
-    assert await found(store, 2) == []
-
-
-async def test_what_has_expired_is_written_again(store: LocalStore, make: Make, later: Callable[[float], None]) -> None:
-    writer = make(ttl_s=100.0)
-    await write(writer, 0, 1)
-    name = SegmentKey(SPEC.heads.folder, 1, page_hashes(1)[0]).manifest_name
-    content = await store.get(name)
-    later(80)
-    await write(writer, 0, 1)
-    assert await store.get(name) == content  # writing does not prolong it
-    later(110)
-    assert await found(store, 1) == []
-    await write(writer, 0, 1)
-    assert await found(store, 1) == [1]
-    later(200)
-    assert await found(store, 1) == [1]
+    assert await found(store, 4) == []
+    await write(writer, 0, 2)
+    assert await found(store, 2) == [2]
+    later(205)
+    assert await found(store, 2) == [2]
     later(220)
-    assert await found(store, 1) == []
+    assert await found(store, 2) == []
 
 
 async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
     store: LocalStore, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, is_put, may_go_on = make(), asyncio.Event(), asyncio.Event()
-    put = store.put
+    writer, put, are_freed = make(), store.put, []
 
-    async def put_slowly(name: str, data: Content) -> None:
-        is_put.set()
-        await may_go_on.wait()
+    async def put_and_look(name: str, data: Content) -> None:
+        are_freed.append(is_referred_to() is None)
         await put(name, data)
 
-    monkeypatch.setattr(store, "put", put_slowly)
+    monkeypatch.setattr(store, "put", put_and_look)
     pages = batch(0, 3)
     (whole,) = pages.pieces
     assert isinstance(whole, RawPages)
@@ -176,20 +168,17 @@ async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
     del whole
     writer.add(pages)
     del pages
-    await asyncio.wait_for(is_put.wait(), WAIT_S)
-    assert is_referred_to() is None
-    may_go_on.set()
     await writer.drain()
+    assert are_freed == [True] * 4
     assert await found(store, 3) == [2, 1]
 
 
 async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make: Make) -> None:
     writer = make(linger_s=WAIT_S, queue_bytes=2)
-    writer.add(batch(0, 4))
-    writer.add(batch(4, 4))
+    for first in (0, 4):
+        writer.add(batch(first, 4))
     assert len(writer._coding) == 1
     await writer.drain()
-    assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
     assert await found(store, 8) == [8]
 
 
@@ -202,10 +191,10 @@ async def test_whole_spans_are_encoded_before_their_segment_is_cut(store: LocalS
     writer.add(pages)
     while writer._coding:
         await asyncio.gather(*writer._coding.values())
-    assert await names(store) == []
-    assert 0 < writer._used_bytes < pages.size_bytes
+    assert await found(store, 9) == []
+    assert 0 < queued_bytes() < pages.size_bytes
     await writer.drain()
-    assert writer._used_bytes == 0
+    assert queued_bytes() == 0
     assert await found(store, 9) == [8, 1]
     key = SegmentKey(SPEC.heads.folder, 8, page_hashes(8)[-1])
     content = await store.get(key.manifest_name)
