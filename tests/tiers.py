@@ -40,7 +40,6 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/benchmarks/test_smoke.py",
         "tests/benchmarks/test_soak.py",
         "tests/test_sglang_standins.py",
-        "tests/e2e/test_encode_kill.py",
         "tests/e2e/test_data_plane.py::test_a_store_that_is_killed_costs_hits_and_no_answer",
     ),
     "all cards and processors": (

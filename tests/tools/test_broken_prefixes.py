@@ -88,9 +88,7 @@ def test_five_kinds_of_broken_prefixes_are_found_in_order(tmp_path: Path, line: 
     assert ids["position"] == len("<|system|>\nYou are assistant A.\nRequest ") // 4
     assert dates["behind"].startswith("<|system|>\nYou are assistant B.\nToday is ")
 
-    text = kvfetch("why", "--log", str(tmp_path / "log")).output
-    assert "1. a random id, after 10 equal tokens: " in text
-    assert "1,000 requests; move what changes after what stays" in text
+    assert "1. a random id, after 10 equal tokens: " in kvfetch("why", "--log", str(tmp_path / "log")).output
 
 
 def test_tokens_are_compared_as_they_are_and_shown_as_text_if_there_is_a_tokenizer(tmp_path: Path) -> None:

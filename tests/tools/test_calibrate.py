@@ -46,17 +46,12 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     profile = load_profile(tmp_path / "p")
     assert profile.digest in result.output
     assert profile.grid.cell_heads == 1  # of two
-    assert f"default target_kl is {profile.default_target_kl:.2g}." in result.output
     assert profile.rotations is not None
     assert profile.calibration.weights == fingerprint_model(str(model))
-    assert profile.calibration.model == model.name
-    assert profile.calibration.text == f"words ({text_digest(text)})"
-    assert profile.calibration.part == "0.2:0.9"
-    for what in ("sensitivity: 1 of 1", "accuracy: 1 of 1"):
-        assert f"{what}, 0 s left" in result.stderr  # where there is no terminal
-    shown = " ".join(result.output.split())
-    assert "Warning: 64 tokens are few for cells of" in shown
-    assert f"the default takes {profile.default_bits:.2f} bits per value, more than it would after" in shown
+    assert (profile.calibration.model, profile.calibration.part) == (model.name, "0.2:0.9")
+    assert f"default target_kl is {profile.default_target_kl:.2g}." in result.output
+    assert "accuracy: 1 of 1, 0 s left" in result.stderr  # where there is no terminal
+    assert "Warning: 64 tokens are few for cells of" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -67,12 +62,10 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
         ("--context 4096", "--context and --continuation are 4128 tokens, the model has 4096 positions"),
         ("--tp-size 3", "--tp-size 3: cannot divide 2 KV heads evenly"),
         ("--model ./none", "no model with a tokenizer"),
-        ("--text none", "No such file"),
         ("--out none/p", "expected a file in an existing directory"),
         ("--worst-of chats", "the kinds of text ['chats'] are to count: expected some of ['words']"),
         ("--text dull=other:1.5", "text dull: its share is 1.5, expected more than 0 and at most 1"),
         ("--text dull=other:1.0.0", "expected [NAME=]FILE[:SHARE], with a number such as 0.5 as SHARE"),
-        ("--text a:b=other", "the kind of text 'a:b': expected a name of up to 32 letters"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -106,18 +99,6 @@ def test_a_model_without_keys_and_values_is_named(text: Path, tmp_path: Path) ->
     assert "it has no layer with keys and values of all tokens" in result.stderr
 
 
-def test_a_rotation_that_is_not_known_stays(
-    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sgl_kvfetch.codec.calibrate.layer_map._SAME_IN_SGLANG", ("spiral",))
-    result = run(model, text, tmp_path / "p")
-    assert result.exit_code == 0, result.output
-    assert "K of layer 0 (LlamaDecoderLayer) of 1 stays rotated, which costs bits: rope type" in result.stderr
-    profile = load_profile(tmp_path / "p")
-    assert profile.rotations is None
-    assert "known are spiral" in profile.calibration.notes[0]
-
-
 def test_each_kind_of_text_is_measured_and_the_worst_chooses_the_step(model: Path, text: Path, tmp_path: Path) -> None:
     other = tmp_path / "b"
     other.write_text(" ".join(f"w{3 + i % 7}" for i in range(1000)))
@@ -125,16 +106,13 @@ def test_each_kind_of_text_is_measured_and_the_worst_chooses_the_step(model: Pat
     result = run(model, text, tmp_path / "p", *args, "--json")
     assert result.exit_code == 0, result.output
     profile = load_profile(tmp_path / "p")
-    assert [(kind.name, kind.num_windows, kind.num_held_out, kind.counts) for kind in profile.kinds] == [
-        ("words", 6, 1, True),
-        ("dull", 2, 1, True),
-    ]
+    kinds = [(kind.name, kind.num_windows, kind.num_held_out, kind.counts) for kind in profile.kinds]
+    assert kinds == [("words", 6, 1, True), ("dull", 2, 1, True)]
     words, dull = (kind.kls for kind in profile.kinds)
     assert [point.kl for point in profile.curve] == [*map(max, words, dull)]
     assert words != dull
     assert profile.calibration.text == f"words ({text_digest(text)}), b ({text_digest(other)})"
-    printed = json.loads(result.stdout)
-    assert [kind["kls"] for kind in printed["kinds"]] == [[*words], [*dull]]
+    assert [kind["kls"] for kind in json.loads(result.stdout)["kinds"]] == [[*words], [*dull]]
 
     result = run(model, text, tmp_path / "q", *args, "--worst-of", "dull")
     assert result.exit_code == 0, result.output
@@ -142,15 +120,10 @@ def test_each_kind_of_text_is_measured_and_the_worst_chooses_the_step(model: Pat
     assert [kind.counts for kind in chosen.kinds] == [False, True]
     assert [point.kl for point in chosen.curve] == [*chosen.kinds[1].kls]
     assert chosen.digest != profile.digest  # it promises something else
-    said = " ".join(result.output.split())
-    assert "words, does not count 6 1" in said
-    assert "Measured on 2 held-out windows" in said
-    assert "Other text may cost more." in said
-
-    result = CliRunner().invoke(app, ["profile", "show", str(tmp_path / "q")])
-    assert result.exit_code == 0, result.output
-    assert f"profile {chosen.digest} of {model.name}" in result.output
     assert "words, does not count 6 1" in " ".join(result.output.split())
+    shown = CliRunner().invoke(app, ["profile", "show", str(tmp_path / "q")]).output
+    assert f"profile {chosen.digest} of {model.name}" in shown
+    assert "words, does not count 6 1" in " ".join(shown.split())
 
 
 def test_what_it_calibrates_on(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,10 +26,10 @@ from sgl_kvfetch.keys import DATA_SUFFIX, FORMAT_MAJOR, FORMAT_MINOR
 from sgl_kvfetch.plane.write.writer import commit_segment, delete_segment
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores.base import AdminStore, object_digest
+from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.tools import encoder as encoder_module
-from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, Garbage, Target, make_targets, transcode
+from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, Garbage, Tally, Target, make_targets, transcode
 from tests.segments import as_newer, make_segment, names
 from tests.tools.test_transcode import decoded_equal
 
@@ -45,23 +46,46 @@ class Meddler(LocalStore):
     num_puts = 0
     garbles = ""  # a name whose bytes come back wrong
     garbles_puts = False  # the last object put comes back wrong
+    keeps = ""  # a name that cannot be deleted
+    is_down = False
+    num_refused = 0
+    calls_left = 0  # the last of these calls is not answered
+    unanswered: asyncio.Event | None = None
+
+    async def _count(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0 and self.unanswered is not None:
+            self.unanswered.set()
+            await asyncio.Event().wait()
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
+        await self._count()
         if self.before_replace is not None:
             await self.before_replace()  # type: ignore[misc]
         return await super().replace(name, data, expected_digest)
 
     async def put(self, name: str, data: Content) -> None:
+        await self._count()
         await super().put(name, data)
         self.num_puts += 1
         if self.garbles_puts:
             self.garbles = name
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        await self._count()
+        if self.is_down:
+            self.num_refused += 1
+            raise StoreError("refused", "as told", retriable=True)
         for evicted in self.evicted if name.endswith(DATA_SUFFIX) else ():
             (self.root / evicted).unlink(missing_ok=True)
         data = await super().get(name, start, length)
         return data if data is None or name != self.garbles else bytes([data[0] ^ 1]) + data[1:]
+
+    async def delete_unnamed(self, name: str) -> bool:
+        await self._count()
+        if name == self.keeps:
+            raise StoreError("io", "as told")
+        return await super().delete_unnamed(name)
 
 
 @pytest.fixture
@@ -71,17 +95,12 @@ async def local(tmp_path: Path) -> AsyncIterator[Meddler]:
     await store.close()
 
 
-@pytest.fixture(params=["local", "http"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdminStore]:
-    if request.param == "local":
-        local = LocalStore(tmp_path / "store")
-        yield local
-        await local.close()
-        return
+@pytest.fixture
+async def http(tmp_path: Path) -> AsyncIterator[HttpStore]:
     async with running_server(ServerConfig(tmp_path / "store", port=0, grace_s=1)) as server:
-        http = HttpStore(server.url)
-        yield http
-        await http.close()
+        store = HttpStore(server.url)
+        yield store
+        await store.close()
 
 
 def segments(count: int) -> list[CodedSegment]:
@@ -95,14 +114,14 @@ async def stored_in(store: AdminStore, count: int = 1) -> list[CodedSegment]:
     return made
 
 
-async def encode(store: AdminStore, targets: tuple[Target, ...] = HEVC, **options: Any) -> Encoder:
+async def encode(store: AdminStore, targets: tuple[Target, ...] = HEVC, **options: Any) -> Tally:
     """Run an encoder once, completely."""
     encoder = Encoder(store, EncodeOptions(targets, **({"grace_s": 0, "workers": 2} | options)))
     try:
         await encoder.run_once()
     finally:
         await encoder.close()
-    return encoder
+    return encoder.tally
 
 
 async def manifest_of(store: AdminStore, segment: CodedSegment) -> Manifest:
@@ -111,24 +130,25 @@ async def manifest_of(store: AdminStore, segment: CodedSegment) -> Manifest:
     return decode_manifest(content)
 
 
-async def read(store: AdminStore, manifest: Manifest) -> CodedSegment:
-    contents = [await store.get(manifest.data_name(variant)) for variant in manifest.variants]
-    assert all(contents)
-    return CodedSegment(manifest, contents[0], tuple(contents[1:]))  # type: ignore[arg-type]
-
-
 def ways(manifest: Manifest) -> list[Target]:
     return [Target(v.codec, v.resolution) for v in manifest.variants]
 
 
+async def require_readable(store: AdminStore, segment: CodedSegment) -> Manifest:
+    """Decode all variants of a segment, and compare them with what was stored. Return its manifest."""
+    manifest = await manifest_of(store, segment)
+    first, *more = [await store.get(manifest.data_name(variant)) or b"" for variant in manifest.variants]
+    for variant in range(len(manifest.variants)):
+        assert decoded_equal(CodedSegment(manifest, first, tuple(more)), variant, segment, 0)
+    return manifest
+
+
 async def require_encoded(store: AdminStore, segment: CodedSegment, targets: tuple[Target, ...] = HEVC) -> None:
-    found = await read(store, await manifest_of(store, segment))
-    assert ways(found.manifest) == list(targets)
-    for variant in range(len(targets)):
-        assert decoded_equal(found, variant, segment, 0)
+    assert ways(await require_readable(store, segment)) == list(targets)
 
 
-async def require_nothing_loose(store: AdminStore, *manifests: Manifest) -> None:
+async def require_nothing_loose(store: AdminStore, *stored: CodedSegment) -> None:
+    manifests = [await manifest_of(store, segment) for segment in stored]
     expected = {m.key.manifest_name for m in manifests}.union(*(m.data_names for m in manifests))
     assert await names(store) == expected
 
@@ -139,36 +159,33 @@ async def until_encoded(encoder: Encoder, count: int) -> None:
 
 async def test_what_a_newer_version_wrote_stays_as_it_is(local: Meddler) -> None:
     """To write its manifest again would drop what only that version knows."""
-    (segment,) = segments(1)
+    (segment,) = await stored_in(local)
     name, newer = segment.manifest.key.manifest_name, as_newer(segment.manifest.encode())
-    await local.put(segment.data_name, segment.data)
     await local.put(name, newer)
-    tally = (await encode(local)).tally
+    tally = await encode(local)
     assert f"version {FORMAT_MAJOR}.{FORMAT_MINOR + 1}" in tally.failures[name]
     assert await local.get(name) == newer
     assert await names(local) == {name, segment.data_name}
 
 
 @pytest.mark.process
-async def test_encodes_segments_to_the_wanted_variants(store: AdminStore) -> None:
+async def test_encodes_segments_to_the_wanted_variants(http: HttpStore) -> None:
     stored = segments(3)
     stored[0] = expiring(stored[0], time.time() + 3600)
     for segment in stored:
-        await commit_segment(store, segment)
-    tally = (await encode(store, BOTH)).tally
+        await commit_segment(http, segment)
+    tally = await encode(http, BOTH)
     assert (tally.num_encoded, tally.num_done, tally.failures) == (3, 0, {})
     assert tally.raw_bytes == sum(s.manifest.raw_bytes for s in stored)
     assert tally.before_bytes == sum(len(s.data) + len(s.manifest.encode()) for s in stored)
+    assert tally.after_bytes == sum([info.size_bytes async for info in http.list()])
     assert (tally.num_deleted, tally.deleted_bytes) == (3, sum(len(s.data) for s in stored))
     for segment in stored:
-        await require_encoded(store, segment, BOTH)
-        assert (await manifest_of(store, segment)).expires == segment.manifest.expires
-        key = segment.manifest.key
-        (hit,) = (await store.lookup(key.namespace, segment.manifest.page_hashes)).hits
-        assert decode_manifest(hit.manifest) == await manifest_of(store, segment)
-    manifests = [await manifest_of(store, segment) for segment in stored]
-    assert tally.after_bytes == sum([info.size_bytes async for info in store.list()])
-    await require_nothing_loose(store, *manifests)
+        await require_encoded(http, segment, BOTH)
+        assert (await manifest_of(http, segment)).expires == segment.manifest.expires
+        (hit,) = (await http.lookup(segment.manifest.key.namespace, segment.manifest.page_hashes)).hits
+        assert decode_manifest(hit.manifest) == await manifest_of(http, segment)
+    await require_nothing_loose(http, *stored)
 
 
 async def test_only_what_is_missing_is_encoded_and_what_is_not_wanted_goes(local: Meddler) -> None:
@@ -177,8 +194,7 @@ async def test_only_what_is_missing_is_encoded_and_what_is_not_wanted_goes(local
     manifest = await manifest_of(local, segment)
     assert ways(manifest) == [*HEVC, Target("zstd", "240p")]
     assert manifest.data_name(manifest.variants[1]) == segment.data_name
-    assert (await encode(local, keep_source=True)).tally.num_encoded == 0
-    await require_nothing_loose(local, manifest)
+    assert (await encode(local, keep_source=True)).num_encoded == 0
 
     local.num_puts = 0
     await encode(local, make_targets(["zstd"], ["240p"]), keep_source=True)  # it must come first
@@ -192,7 +208,7 @@ async def test_only_what_is_missing_is_encoded_and_what_is_not_wanted_goes(local
     await encode(local)
     assert local.num_puts == 1
     await require_encoded(local, segment)
-    await require_nothing_loose(local, await manifest_of(local, segment))
+    await require_nothing_loose(local, segment)
 
 
 async def test_replaced_data_is_kept_for_the_grace_period(local: Meddler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,62 +227,46 @@ async def test_replaced_data_is_kept_for_the_grace_period(local: Meddler, monkey
     assert await local.get(segment.data_name) is None
 
 
-async def test_orphan_age_of_replaced_data_starts_at_the_replacement(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path, orphan_age_s=ORPHAN_AGE_S)
-
+async def test_orphan_age_of_replaced_data_starts_at_the_replacement(local: Meddler) -> None:
     def age() -> None:
         then_s = time.time() - 2 * ORPHAN_AGE_S
-        for path in tmp_path.rglob("*.kv?"):
+        for path in local.root.rglob("*.kv?"):
             os.utime(path, (then_s, then_s))
 
-    (segment,) = await stored_in(store)
+    (segment,) = await stored_in(local)
     age()
-    encoder = Encoder(store, EncodeOptions(HEVC, grace_s=60))
+    encoder = Encoder(local, EncodeOptions(HEVC, grace_s=60))
     await encoder.run_round()
     await encoder.close()
-    await store.collect()
-    assert await store.get(segment.data_name) == segment.data
+    await local.collect()
+    assert await local.get(segment.data_name) == segment.data
     age()
-    await store.collect()
-    assert await store.get(segment.data_name) is None
-    await require_encoded(store, segment)
-    await store.close()
+    await local.collect()
+    assert await local.get(segment.data_name) is None
+    await require_encoded(local, segment)
 
 
 @pytest.mark.process
-async def test_two_concurrent_encoders(store: AdminStore) -> None:
-    stored = await stored_in(store, 4)
-    tallies = [e.tally for e in await asyncio.gather(*(encode(store, grace_s=0.5) for _ in range(2)))]
+async def test_two_concurrent_encoders(http: HttpStore) -> None:
+    stored = await stored_in(http, 4)
+    tallies = await asyncio.gather(*(encode(http, grace_s=0.5) for _ in range(2)))
     assert all(tally.failures == {} for tally in tallies)
     assert sum(tally.num_encoded for tally in tallies) >= 4
     for segment in stored:
-        await require_encoded(store, segment)
-    await require_nothing_loose(store, *[await manifest_of(store, segment) for segment in stored])
+        await require_encoded(http, segment)
+    await require_nothing_loose(http, *stored)
 
 
-async def test_a_segment_deleted_during_encoding_stays_deleted(local: Meddler) -> None:
-    gone, stays = await stored_in(local, 2)
-
-    async def delete_it() -> None:
-        await delete_segment(local, gone.manifest)
-
-    local.before_replace = delete_it
-    tally = (await encode(local)).tally
-    local.before_replace = None
-    assert (tally.num_encoded, tally.num_changed, tally.failures) == (1, 1, {})
+async def test_segments_that_are_deleted_and_evicted_during_encoding_stay_so(local: Meddler) -> None:
+    deleted, evicted, stays = await stored_in(local, 3)
+    local.evicted = (evicted.manifest.key.manifest_name, evicted.data_name)  # after its manifest is read
+    local.before_replace = lambda: delete_segment(local, deleted.manifest)
+    tally = await encode(local)
+    assert (tally.num_encoded, tally.num_changed, tally.failures) == (1, 2, {})
     await require_encoded(local, stays)
-    left = {name for name in await names(local) if gone.manifest.key.stem in name}
+    left = {name for name in await names(local) if stays.manifest.key.stem not in name}
     assert all(name.endswith(".kvd") for name in left)  # the store collects those, by their age
-    assert (await local.lookup(gone.manifest.key.namespace, gone.manifest.page_hashes)).hits == ()
-
-
-async def test_data_evicted_before_it_is_read_is_no_failure(local: Meddler) -> None:
-    """The store evicts the segment after its manifest is read and before its data is."""
-    (segment,) = await stored_in(local)
-    local.evicted = (segment.manifest.key.manifest_name, segment.data_name)
-    tally = (await encode(local)).tally
-    assert (tally.num_changed, tally.failures) == (1, {})
-    assert await names(local) == set()
+    assert (await local.lookup(deleted.manifest.key.namespace, deleted.manifest.page_hashes)).hits == ()
 
 
 async def test_a_segment_replaced_by_another_process_is_left_alone(local: Meddler) -> None:
@@ -285,88 +285,67 @@ async def test_a_segment_replaced_by_another_process_is_left_alone(local: Meddle
     await encoder.run_once()  # now it is known
     await encoder.close()
     await require_encoded(local, segment)
-    await require_nothing_loose(local, await manifest_of(local, segment))
+    await require_nothing_loose(local, segment)
 
 
-async def test_manifest_is_not_replaced_if_new_data_reads_back_wrong(local: Meddler) -> None:
+@pytest.mark.parametrize("wrong", ["new data", "a variant", "checksums"])
+async def test_a_manifest_is_not_replaced_where_data_are_not_what_it_says(local: Meddler, wrong: str) -> None:
     (segment,) = await stored_in(local)
-    local.garbles_puts = True
-    tally = (await encode(local)).tally
-    assert "checksum" in tally.failures[segment.manifest.key.manifest_name]
-    assert await manifest_of(local, segment) == segment.manifest
-    local.garbles_puts, local.garbles = False, ""
+    if wrong == "new data":
+        local.garbles_puts = True
+    elif wrong == "a variant":
+        await encode(local, keep_source=True)
+        manifest = await manifest_of(local, segment)
+        local.garbles = manifest.data_name(manifest.variants[0])
+    else:
+        variant = segment.manifest.variants[0]
+        chunks = (msgspec.structs.replace(variant.chunks[0], decoded_checksum=bytes(16)), *variant.chunks[1:])
+        other = msgspec.structs.replace(variant, chunks=chunks, resolution="1080p")
+        lying = msgspec.structs.replace(segment.manifest, variants=(variant, other))
+        await commit_segment(local, CodedSegment(lying, segment.data, (segment.data,)))
+    before = await manifest_of(local, segment)
+    failures = (await encode(local)).failures
+    assert "checksum" in failures[segment.manifest.key.manifest_name]
+    assert await manifest_of(local, segment) == before
     assert await local.get(segment.data_name) == segment.data
 
 
-async def test_no_variant_is_dropped_for_a_corrupt_one(local: Meddler) -> None:
+async def test_an_encoder_that_dies_at_any_step_loses_nothing(local: Meddler) -> None:
+    """It has no state but the store's: segments stay readable, and the next encoder finds what is left to do."""
     (segment,) = await stored_in(local)
-    await encode(local, keep_source=True)
-    manifest = await manifest_of(local, segment)
-    local.garbles = manifest.data_name(manifest.variants[0])
-    tally = (await encode(local)).tally
-    assert list(tally.failures) == [manifest.key.manifest_name]
-    assert await manifest_of(local, segment) == manifest
+    orphan = segments(2)[1]  # without a manifest: nobody's here
+    await local.put(orphan.data_name, orphan.data)
+    died_after: list[list[Target]] = []  # how the segment was stored then
+    for num_calls in itertools.count(1):
+        local.calls_left, local.unanswered = num_calls, asyncio.Event()
+        encoding, dying = (asyncio.create_task(each) for each in (encode(local, BOTH), local.unanswered.wait()))
+        await asyncio.wait((encoding, dying), return_when=asyncio.FIRST_COMPLETED)
+        is_over, local.unanswered = encoding.done(), None
+        for task in (encoding, dying):
+            task.cancel()
+        await asyncio.gather(encoding, dying, return_exceptions=True)
+        if is_over:
+            break
+        died_after.append(ways(await require_readable(local, segment)))
+    assert len(died_after) > 6
+    assert died_after[-1] == list(BOTH) != died_after[-2]
+    await encode(local, BOTH)
+    await require_encoded(local, segment, BOTH)
+    assert await local.delete(orphan.data_name)
+    await require_nothing_loose(local, segment)
 
 
-async def test_variants_with_different_content_are_corrupt(local: Meddler) -> None:
-    (segment,) = segments(1)
-    variant = segment.manifest.variants[0]
-    chunks = (msgspec.structs.replace(variant.chunks[0], decoded_checksum=bytes(16)), *variant.chunks[1:])
-    other = msgspec.structs.replace(variant, chunks=chunks, resolution="1080p")
-    lying = msgspec.structs.replace(segment.manifest, variants=(variant, other))
-    await commit_segment(local, CodedSegment(lying, segment.data, (segment.data,)))
-    tally = (await encode(local)).tally
-    assert "differ" in tally.failures[segment.manifest.key.manifest_name]
-    assert await manifest_of(local, segment) == lying
-
-
-@pytest.mark.process
-async def test_leftovers_of_a_dead_encoder_are_used_or_deleted(store: AdminStore) -> None:
-    """One encoder was killed between data and manifest, another between manifest and deletion."""
-    half, whole = await stored_in(store, 2)
-    orphan = segments(3)[2]  # without a manifest: nobody's here
-    await store.put(orphan.data_name, orphan.data)
-    left = transcode(half.manifest, half.data, HEVC)
-    useless = transcode(half.manifest, half.data, make_targets(["deflate"], ["240p"]))
-    done = transcode(whole.manifest, whole.data, HEVC)
-    for each in (left, useless, done):
-        for name, data in each.data_objects():
-            await store.put(name, data)
-    await store.put(done.manifest.key.manifest_name, done.manifest.encode())
-
-    # A slow encoder looks at the useless data while it is younger than its manifest, and leaves it to the next one.
-    first, second = [(await encode(store)).tally for _ in range(2)]
-    assert (first.num_encoded, first.num_done) == (1, 1)
-    assert first.num_deleted + second.num_deleted == 3  # both sources, and the useless data
-    for segment in (half, whole):
-        await require_encoded(store, segment)
-    assert await store.delete(orphan.data_name)
-    await require_nothing_loose(store, *[await manifest_of(store, segment) for segment in (half, whole)])
-
-
-async def test_watch_encodes_new_segments_and_survives_an_outage(
-    local: Meddler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler) -> None:
     first, second = segments(2)
-    is_down, num_failed, get = False, 0, local.get
-
-    async def flaky_get(name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        nonlocal num_failed
-        if is_down:
-            num_failed += 1
-            raise StoreError("refused", "as told", retriable=True)
-        return await get(name, start, length)
-
-    monkeypatch.setattr(local, "get", flaky_get)
     await commit_segment(local, first)
     encoder = Encoder(local, EncodeOptions(HEVC, grace_s=0))
     watching = asyncio.create_task(encoder.watch(0.02))
     await until_encoded(encoder, 1)
-    is_down = True
+    local.is_down = True
     await commit_segment(local, second)
-    await until(lambda: num_failed >= 3)
+    await until(lambda: local.num_refused >= 3)
     assert not watching.done()
-    is_down = False
+    local.is_down = False
     await until_encoded(encoder, 2)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -391,64 +370,42 @@ async def test_a_store_that_lets_nobody_encode_ends_the_encoder_and_is_left_alon
     assert await names(local) == before
 
 
-class TestGarbage:
-    async def test_data_that_is_named_again_is_kept(self, local: Meddler) -> None:
-        now = 0.0
-        (segment,) = segments(1)
-        made = transcode(segment.manifest, segment.data, HEVC)
-        ((name, data),) = made.data_objects()
-        await commit_segment(local, segment)
-        await local.put(name, data)
-        garbage = Garbage(local, 10, clock=lambda: now)
+async def test_data_that_is_named_again_or_younger_than_the_manifest_is_kept(local: Meddler) -> None:
+    """An encoder may need longer than the grace period to read back the data that it put."""
+    (segment,) = await stored_in(local)
+    made = transcode(segment.manifest, segment.data, HEVC)
+    ((name, data),) = made.data_objects()
+    await local.put(name, data)
+    manifest = await local.head(segment.manifest.key.manifest_name)
+    assert manifest is not None
+    manifest_s = manifest.modified_s
+
+    async def is_deleted(age_s: float) -> bool:
+        """Whether data are that are so much older than the manifest."""
+        os.utime(local.root / name, (manifest_s - age_s,) * 2)
+        garbage = Garbage(local, grace_s=0)
         garbage.record_unnamed([name])
-        assert garbage.due_in_s == 10
-        now = 10.0
-        assert await local.replace(made.manifest.key.manifest_name, made.manifest.encode(), digest(segment))
         await garbage.delete_due()
-        assert await local.head(name) is not None
-        assert garbage.due_in_s is None
+        assert len(garbage) == 0
+        return await local.head(name) is None
 
-    async def test_data_younger_than_the_manifest_is_kept(self, local: Meddler) -> None:
-        """An encoder may need longer than the grace period to read back the data that it put."""
-        (segment,) = await stored_in(local)
-        made = transcode(segment.manifest, segment.data, HEVC)
-        ((name, data),) = made.data_objects()
-        await local.put(name, data)
-        manifest = await local.head(segment.manifest.key.manifest_name)
-        assert manifest is not None
-        for age_s, stays in ((5, True), (-5, False)):
-            put_s = manifest.modified_s + age_s
-            os.utime(local.root / name, (put_s, put_s))
-            garbage = Garbage(local, grace_s=0)
-            garbage.record_unnamed([name])
-            await garbage.delete_due()
-            assert (await local.head(name) is not None) == stays
-            assert len(garbage) == 0
+    assert not await is_deleted(-5)
+    assert await is_deleted(5)
+    await commit_segment(local, made)
+    assert not await is_deleted(5)
 
-    async def test_a_failed_deletion_does_not_block_others(self, local: Meddler) -> None:
-        class Stubborn(LocalStore):
-            async def delete_unnamed(self, name: str) -> bool:
-                if name == first.data_name:
-                    raise StoreError("io", "as told")
-                return await super().delete_unnamed(name)
 
-        now = 0.0
-        first, second = segments(2)
-        store = Stubborn(local.root)
-        garbage = Garbage(store, 10, clock=lambda: now)
-        for segment in (first, second):
-            await commit_segment(store, segment)
-            await commit_segment(store, transcode(segment.manifest, segment.data, HEVC))
-            garbage.record_unnamed([segment.data_name])
-        now = 10.0
-        with pytest.raises(StoreError, match="as told"):
-            await garbage.delete_due()
+async def test_a_failed_deletion_does_not_block_others(local: Meddler) -> None:
+    now = 0.0
+    first, second = await stored_in(local, 2)
+    garbage = Garbage(local, 10, clock=lambda: now)
+    for segment in (first, second):
+        await commit_segment(local, transcode(segment.manifest, segment.data, HEVC))
+        garbage.record_unnamed([segment.data_name])
+    local.keeps, now = first.data_name, 10.0
+    with pytest.raises(StoreError, match="as told"):
         await garbage.delete_due()
-        assert await store.head(second.data_name) is None
-        assert await store.head(first.data_name) is not None
-        assert (len(garbage), garbage.due_in_s) == (1, 10)
-        await store.close()
-
-
-def digest(segment: CodedSegment) -> str:
-    return object_digest(segment.manifest.encode())
+    await garbage.delete_due()
+    assert await local.head(second.data_name) is None
+    assert await local.head(first.data_name) is not None
+    assert (len(garbage), garbage.due_in_s) == (1, 10)

@@ -79,7 +79,6 @@ def test_sizes_and_break_even(config: Path) -> None:
         ("10Gbps", "8000", "worth it: a prompt of 4,096 tokens takes 0.512 s to compute, 0.0991 s to fetch with exact"),
         ("500Mbps", "8000", "worth it with klt alone: a prompt of 4,096 tokens takes 0.512 s to compute, 1.03 s"),
         ("1Gbps", "100000", "not worth it: a prompt of 4,096 tokens takes 0.041 s to compute"),
-        ("10Mbps", "8000", "not worth it: a prompt of 4,096 tokens takes 0.512 s to compute"),
     ],
 )
 def test_the_first_line_is_whether_it_is_worth_it(config: Path, link: str, prefill_tps: str, expected: str) -> None:
@@ -105,12 +104,11 @@ def test_values_a_token_by_kind_of_model(config: Path, changes: dict[str, Any], 
 
 def test_it_says_what_a_gpu_takes(tmp_path: Path) -> None:
     """What it predicts of a load is within a tenth of what docs/kernels.md has, at best and at worst. Its second line
-    has what was measured on an H200, and what it says itself of the same prompt there."""
+    has what was measured on an H200."""
     llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps(llama))
     options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000")
-    of_kernels = (*options, "--batch", "0", "--tokens", "32768")
-    found = kvfetch_json(*of_kernels)
+    found = kvfetch_json(*options, "--batch", "0", "--tokens", "32768")
     rows = (DOCS / "kernels.md").read_text().partition("| 8B, 32,768 tokens | raw |")[2]
     for name, seconds in found["gpu_s"].items():
         row = rows.partition(f"|  | {name} |")[2].partition("\n")[0]
@@ -118,15 +116,12 @@ def test_it_says_what_a_gpu_takes(tmp_path: Path) -> None:
         load_s = seconds - 32768 * found["codings"][name]["bytes_per_token"] / 12.5e9
         assert 0.9 * best_ms < 1e3 * load_s < 1.1 * worst_ms
     assert found["gpu_s"].keys() == {"exact", "klt"}
-    said = f"such a prompt would take {found['gpu_s']['exact']:.3g} s with exact"
-    assert said in " ".join(kvfetch(*of_kernels).output.split())
 
     said = " ".join(kvfetch(*options).output.split())
-    times = kvfetch_json(*options)["codings"]["klt"]["ttft_s"]
     page = (DOCS / "gpus.md").read_text()
     computed, fetched = (
         int(page.partition(f"| {row} | ")[2].split(",")[0].split(" ")[0]) / 1000
         for row in ("computed", "fetched, no limit of the link")
     )
-    assert f"took {fetched} s to fetch with klt, where this arithmetic says {times['8192']:.3f} s" in said
+    assert f"took {fetched} s to fetch with klt" in said
     assert f"and {computed} s to compute" in said

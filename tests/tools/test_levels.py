@@ -34,17 +34,13 @@ def test_inspect_shows_levels(root: Path) -> None:
     assert (variant["num_dropped_levels"], variant["missing"]) == (0, False)
     stored = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
     assert variant["sizes"]["stored_bytes"] == stored
-    assert "further levels: " in kvfetch("inspect", name).output
     (root / segment().manifest.data_name(segment().manifest.levels[1])).unlink()
-    (shown,) = kvfetch_json("inspect", name)["segments"]
-    assert shown["variants"][0]["missing"]
+    assert "some of this variant's data is MISSING" in kvfetch("inspect", name).output
 
 
-@pytest.mark.parametrize("level", range(LEVELS))
-def test_verify_reads_all_levels(root: Path, level: int) -> None:
+def test_verify_reads_all_levels(root: Path) -> None:
     assert kvfetch("verify", str(root)).exit_code == 0
-    names = [segment().data_name, *map(segment().manifest.data_name, segment().manifest.levels)]
-    flip(root / names[level], -1)
+    flip(root / segment().manifest.data_name(segment().manifest.levels[-1]), -1)
     assert kvfetch("verify", str(root)).exit_code == 1
 
 

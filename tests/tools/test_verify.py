@@ -1,10 +1,10 @@
-import dataclasses
 import random
 import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -26,13 +26,18 @@ def verify_json(target: str, exit_code: int, *args: str) -> Any:
     return kvfetch_json("verify", target, *args, exit_code=exit_code)
 
 
-def with_chunk(segment: CodedSegment, **changes: Any) -> bytes:
-    """Return the manifest, whose own checksum holds, with the second chunk's row changed."""
-    (variant,) = segment.manifest.variants
-    chunks = list(variant.chunks)
-    chunks[1] = msgspec.structs.replace(chunks[1], **changes)
-    changed = msgspec.structs.replace(variant, chunks=tuple(chunks))
-    return msgspec.structs.replace(segment.manifest, variants=(changed,)).encode()
+class Watched(LocalStore):
+    """Has each read looked at."""
+
+    before_get: Callable[[], None] | None = None
+    largest = 0
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if self.before_get is not None:
+            self.before_get()
+        data = await super().get(name, start, length)
+        self.largest = max(self.largest, len(data or b""))
+        return data
 
 
 def run_verifier(store: LocalStore, read_bytes: int = 4 << 20) -> Report:
@@ -44,6 +49,15 @@ def run_verifier(store: LocalStore, read_bytes: int = 4 << 20) -> Report:
     return using(store, run)
 
 
+def with_chunk(segment: CodedSegment, **changes: Any) -> bytes:
+    """Return the manifest, whose own checksum holds, with the second chunk's row changed."""
+    (variant,) = segment.manifest.variants
+    chunks = list(variant.chunks)
+    chunks[1] = msgspec.structs.replace(chunks[1], **changes)
+    changed = msgspec.structs.replace(variant, chunks=tuple(chunks))
+    return msgspec.structs.replace(segment.manifest, variants=(changed,)).encode()
+
+
 def test_a_sound_store_and_an_empty_one(stored: Stored, tmp_path: Path) -> None:
     with unchanged(stored.root):
         report = verify_json(stored.url, 0)
@@ -51,40 +65,9 @@ def test_a_sound_store_and_an_empty_one(stored: Stored, tmp_path: Path) -> None:
     assert report["num_chunks"] == sum(len(s.manifest.variants[0].chunks) for s in stored.segments)
     assert report["read_bytes"] == sum(p.stat().st_size for p in stored.root.rglob("*.kv?"))
     assert report["problems"] == report["orphans"] == []
-    result = kvfetch("verify", str(stored.root))
-    assert result.exit_code == 0
-    assert "3 segments" in result.stdout
-    assert "all is well" in result.stdout
-    assert result.stderr == ""
+    assert "all is well" in kvfetch("verify", str(stored.root)).stdout
     (empty := tmp_path / "empty").mkdir()
     assert kvfetch("verify", str(empty)).stdout == "0 segments, 0 chunks, 0 B read: there was nothing to verify\n"
-
-
-def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = {(f"pool{n}", page): torch.full((3000,), n, dtype=torch.uint8) for n in range(9) for page in range(4)}
-    segment = with_side(make_segment()[0], *encode_side(pages))
-    put(tmp_path, segment)
-    (side,) = segment.manifest.sides
-    path = tmp_path / segment.manifest.data_name(side)
-    reads, get = [], LocalStore.get
-
-    async def counted(store: LocalStore, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        if name == segment.manifest.data_name(side):
-            reads.append((start, length))
-        return await get(store, name, start, length)
-
-    monkeypatch.setattr(LocalStore, "get", counted)
-    report = run_verifier(LocalStore(tmp_path))
-    assert report.problems == []
-    assert report.num_chunks == len(segment.manifest.variants[0].chunks) + 36
-    assert reads == [(0, len(segment.side_data[0]))]
-    flip(path, side.pages[0].size_bytes + 3)
-    found = [problem.what for problem in run_verifier(LocalStore(tmp_path), read_bytes=100).problems]
-    assert found == [
-        "side page 1 of pool0, compressed bytes: checksum does not match",
-        "its bytes do not match the digest in its name",
-    ]
-    assert len(reads) > 5
 
 
 @pytest.mark.process
@@ -114,42 +97,27 @@ def test_any_flipped_byte_is_found(stored: Stored) -> None:
     verify_json(stored.url, 0)
 
 
-def test_a_corrupt_object_is_named_with_what_is_wrong(stored: Stored) -> None:
-    flip(stored.data_path(0), -1)
-    verify_json(f"{stored.url}#{stored.segments[1].manifest.key.stem}", 0)
-    result = kvfetch("verify", f"{stored.url}#{stored.segments[0].data_name}")
-    assert result.exit_code == 1
-    (cell, digest) = [line for line in result.stdout.splitlines() if line.startswith("CORRUPT")]
-    assert stored.segments[0].data_name in cell
-    assert "span=1, layer_group=1, head_block=0" in cell
-    assert "compressed bytes: checksum does not match" in cell
-    assert "digest" in digest
-    assert "1 objects corrupt" in result.stdout
-    segment, _ = make_segment(num_pages=8, seed="another")  # of eight cells, all of which are damaged
-    put(stored.root, segment)
-    (stored.root / segment.data_name).write_bytes(bytes(len(segment.data)))
-    lines = [s for s in kvfetch("verify", stored.url).stdout.splitlines() if s.startswith("CORRUPT")]
-    assert len(lines) == 2 + 6
-    assert sum(line.endswith("more") for line in lines) == 1
-
-
-def test_what_is_corrupt_can_be_deleted_by_the_commands_that_it_prints(
+def test_what_is_corrupt_is_named_and_can_be_deleted_by_the_commands_that_are_printed(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flip(stored.data_path(0), -1)
     flip(stored.manifest_path(2), 40)
     output = kvfetch("verify", stored.root.name).stdout
+    (cell, digest) = [
+        line for line in output.splitlines() if line.startswith(f"CORRUPT {stored.segments[0].data_name}")
+    ]
+    assert "span=1, layer_group=1, head_block=0" in cell
+    assert "compressed bytes: checksum does not match" in cell
+    assert "digest" in digest
+    assert "2 objects corrupt" in output
+    verify_json(f"{stored.url}#{stored.segments[1].manifest.key.stem}", 0)
     commands = [shlex.split(line) for line in output.splitlines() if line.startswith("  kvfetch ")]
     assert [command[:2] for command in commands] == [["kvfetch", "clear"]] * 2
-    assert "servers compute and store it again" in output
     for _, *args in commands:
-        result = kvfetch(*args, "--yes")
-        assert "1 segments" in result.output
-        assert "2 objects deleted" in result.output
+        assert "2 objects deleted" in kvfetch(*args, "--yes").output
     assert "1 segments" in (after := kvfetch("verify", stored.root.name).stdout)
     assert "all is well" in after
-    assert "kvfetch clear" not in after
 
 
 def test_orphans_are_counted_and_no_fault(stored: Stored) -> None:
@@ -159,7 +127,6 @@ def test_orphans_are_counted_and_no_fault(stored: Stored) -> None:
     (stored.root / name).write_bytes(b"old")
     report = verify_json(stored.url, 0)
     assert {info["name"] for info in report["orphans"]} == {name, stored.segments[1].data_name}
-    assert "2 data objects" in kvfetch("verify", stored.url).stdout
 
 
 @pytest.mark.parametrize(
@@ -193,18 +160,6 @@ def test_each_kind_of_damage_is_one_problem(
     assert what.format(size=size, less=size - 7, more=size + 7) in problem["what"]
 
 
-@pytest.mark.parametrize(
-    ("quantiser", "what"), [("uint9", "quantiser 'uint9' is unknown"), ("exact", "segment is quantised as")]
-)
-def test_a_quantiser_that_does_not_fit_is_named(stored: Stored, quantiser: str, what: str) -> None:
-    namespace = dataclasses.replace(stored.segments[2].manifest.namespace, quantiser=quantiser)
-    manifest = msgspec.structs.replace(stored.segments[2].manifest, namespace=namespace)
-    put(stored.root, CodedSegment(manifest, stored.segments[2].data))
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem["name"] in (manifest.key.manifest_name, manifest.data_name(manifest.variants[0]))
-    assert what in problem["what"]
-
-
 def test_encrypted_segments_are_decoded_with_the_key(
     tmp_path: Path, coded: tuple[CodedSegment, ...], key_file: Path
 ) -> None:
@@ -227,38 +182,43 @@ def test_encrypted_segments_are_decoded_with_the_key(
     assert problems == [{"name": coded[0].manifest.key.manifest_name, "what": "is not encrypted"}]
 
 
+def test_each_side_page_is_verified(tmp_path: Path) -> None:
+    pages = {(f"pool{n}", page): torch.full((3000,), n, dtype=torch.uint8) for n in range(9) for page in range(4)}
+    segment = with_side(make_segment()[0], *encode_side(pages))
+    put(tmp_path, segment)
+    report = run_verifier(LocalStore(tmp_path))
+    assert report.problems == []
+    assert report.num_chunks == len(segment.manifest.variants[0].chunks) + 36
+    (side,) = segment.manifest.sides
+    flip(tmp_path / segment.manifest.data_name(side), side.pages[0].size_bytes + 3)
+    for read_bytes in (100, 4 << 20):
+        assert [problem.what for problem in run_verifier(LocalStore(tmp_path), read_bytes).problems] == [
+            "side page 1 of pool0, compressed bytes: checksum does not match",
+            "its bytes do not match the digest in its name",
+        ]
+
+
 def test_a_segment_that_is_evicted_meanwhile_is_no_fault(stored: Stored) -> None:
-    class Evicting(LocalStore):
-        """Loses a segment after it was listed, as an evicting server does."""
+    store = Watched(stored.root)
 
-        async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-            for path in (stored.manifest_path(0), stored.data_path(0)):
-                path.unlink(missing_ok=True)
-            return await super().get(name, start, length)
+    def evict() -> None:
+        for path in (stored.manifest_path(0), stored.data_path(0)):
+            path.unlink(missing_ok=True)
 
-    report = run_verifier(Evicting(stored.root))
+    store.before_get = evict  # after the listing
+    report = run_verifier(store)
     assert (report.problems, report.num_gone, report.num_segments) == ([], 1, 2)
 
 
 def test_a_store_that_stops_answering_is_not_a_corrupt_one(stored: Stored) -> None:
-    class Refusing(LocalStore):
-        async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-            raise StoreError("refused", "connection refused")
-
+    store = Watched(stored.root)
+    store.before_get = Mock(side_effect=StoreError("refused", "connection refused"))
     with pytest.raises(StoreError, match="refused"):
-        run_verifier(Refusing(stored.root))
+        run_verifier(store)
 
 
 def test_large_segments_are_read_piece_by_piece(stored: Stored) -> None:
     put(stored.root, make_segment(num_pages=64, span_pages=64)[0])
-    largest = 0
-
-    class Watching(LocalStore):
-        async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-            nonlocal largest
-            data = await super().get(name, start, length)
-            largest = max(largest, len(data or b""))
-            return data
-
-    assert run_verifier(Watching(stored.root), read_bytes=300_000).problems == []
-    assert 150_000 < largest <= 300_000
+    store = Watched(stored.root)
+    assert run_verifier(store, read_bytes=300_000).problems == []
+    assert 150_000 < store.largest <= 300_000

@@ -65,24 +65,19 @@ def told_by_a_server(status: ServerStatus | None, metrics: str = "") -> Iterator
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = answers[self.path]
             self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(answers[self.path])
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
-        thread.start()
+        threading.Thread(target=partial(server.serve_forever, poll_interval=0.01)).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
-            thread.join()
 
 
 def status_of(namespace: Namespace = NAMESPACE, **changes: Any) -> ServerStatus:
@@ -126,8 +121,7 @@ def test_a_prompt_that_is_stored(tmp_path: Path) -> None:
     store(tmp_path, coded())
     found = why(tmp_path, exit_code=0)
     assert (found["stored_pages"], found["findings"], found["namespace"]) == (8, [], NAMESPACE.digest())
-    text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
-    assert "nothing is in the way" in text
+    assert "nothing is in the way" in kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
 
 
 def test_pages_that_were_never_written(tmp_path: Path) -> None:
@@ -138,44 +132,33 @@ def test_pages_that_were_never_written(tmp_path: Path) -> None:
     assert_why(why(tmp_path, prompt=[7, 7, 7]), Reason.NEVER_WRITTEN)
     text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
     assert "never_written: pages 4 to 7: the store has no trace of them" in text
-    assert "what to do: see sgl_kvfetch_written_pages_total" in text
 
 
 def test_a_prompt_that_no_namespace_begins_with(tmp_path: Path) -> None:
     """Without a server, the store's page size counts, if it has one."""
     (found,) = kvfetch_json("why", str(tmp_path), "--prompt", "[7, 7]", exit_code=1)
     assert_why(found, Reason.NEVER_WRITTEN)
-    assert found["findings"][0]["detail"] == "nothing is stored"
     wide = replace(NAMESPACE, page_size=4)
     store(tmp_path, coded(wide, range(2)))
     found = why(tmp_path, prompt=[7] * 9)
     assert (found["num_pages"], found["page_size"]) == (2, 4)
     assert_why(found, Reason.NEVER_WRITTEN, pages=range(2))
-    assert found["findings"][0]["detail"].endswith("first page")
-    found = why(tmp_path, prompt=[7] * 4)
-    assert_why(found, Reason.SHORT, pages=range(1))
-    assert found["findings"][0]["detail"] == "0 tokens could be served, and lookups begin at 4"
+    assert_why(why(tmp_path, prompt=[7] * 4), Reason.SHORT, pages=range(1))
     store(tmp_path, coded())
     text = kvfetch("why", str(tmp_path), "--prompt", "[7, 7, 7]").output
     assert "3 tokens, pages of a size that --server would show" in text
 
 
-def test_data_whose_manifest_was_not_written(tmp_path: Path) -> None:
-    segment = coded()
-    store(tmp_path, segment, coded(replace(NAMESPACE, model="another"), range(1)))
-    (tmp_path / segment.manifest.key.manifest_name).unlink()
-    found = told(tmp_path, NAMESPACE)
-    assert_why(found, Reason.NEVER_WRITTEN, pages=range(8))
-    assert "1 data objects have no manifest" in found["findings"][0]["detail"]
-
-
-def test_pages_that_were_evicted(tmp_path: Path) -> None:
-    """They were there, since later ones are."""
-    store(tmp_path, coded(pages=range(4)), coded(pages=range(4, 6)), coded(pages=range(6, 8)))
-    delete(tmp_path, coded(pages=range(4, 6)))
+def test_pages_that_were_not_written_or_evicted(tmp_path: Path) -> None:
+    """They were there if later ones are."""
+    first, second, last = coded(pages=range(4)), coded(pages=range(4, 6)), coded(pages=range(6, 8))
+    store(tmp_path, first, second)
+    (tmp_path / second.manifest.key.manifest_name).unlink()
     found = why(tmp_path)
-    assert_why(found, Reason.EVICTED, pages=range(4, 8))
-    assert found["stored_pages"] == 4
+    assert_why(found, Reason.NEVER_WRITTEN, pages=range(4, 8))
+    assert "1 data objects have no manifest" in found["findings"][0]["detail"]
+    store(tmp_path, last)
+    assert_why(why(tmp_path), Reason.EVICTED, pages=range(4, 8))
 
 
 def later_version(manifest: bytes) -> bytes:
@@ -288,9 +271,7 @@ def test_a_prompt_that_is_stored_without_its_salt(tmp_path: Path) -> None:
 
 def test_what_is_in_the_way_of_a_server(tmp_path: Path) -> None:
     store(tmp_path, coded())
-    found = told(tmp_path, threshold_tokens=8)
-    assert only_reason(found) == (Reason.SHORT, 0, 8)
-    assert found["findings"][0]["detail"] == "7 tokens could be served, and lookups begin at 8"
+    assert only_reason(told(tmp_path, threshold_tokens=8)) == (Reason.SHORT, 0, 8)
     down = 'sgl_kvfetch_store_down{pid="7"} 1.0\n'
     assert only_reason(told(tmp_path, metrics=f"# HELP x\n{down}other 1.0\n", threshold_tokens=7))[0] == Reason.SKIPPED
     told(tmp_path, metrics=down.replace("1.0", "0.0"), threshold_tokens=7, exit_code=0)
@@ -304,10 +285,8 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
         assert only_reason(found) == (Reason.NEVER_WRITTEN, 4, 8)
         return str(found["findings"][0]["detail"])
 
-    assert detail() == "the store has no trace of them"
     assert "it does not write: its mode is read_only" in detail(writes=False)
-    said = detail(unstored=["no room", "no time"])
-    assert said.endswith("Of its writes, the server reports: no room; no time")
+    assert detail(unstored=["no room", "no time"]).endswith("the server reports: no room; no time")
     said = detail(
         'queued_bytes{queue="write"} 7',
         'written_pages_total{result="dropped_full"} 5',
@@ -321,8 +300,7 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
     store(tmp_path, coded(pages=range(4, 8)))
     found = told(tmp_path, metrics='sgl_kvfetch_misses_total{stage="write",reason="full"} 2\n')
     assert only_reason(found) == (Reason.EVICTED, 0, 8)
-    said = found["findings"][0]["detail"]
-    assert "are stored: they were, too, or could not be written. Of its writes, the server reports: 2 writes" in said
+    assert "could not be written. Of its writes, the server reports: 2 writes" in found["findings"][0]["detail"]
 
 
 def decided(request_id: str, reason: str, num_found: int, num_served: int, first_page: int = 0) -> Decided:
