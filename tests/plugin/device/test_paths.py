@@ -1,4 +1,4 @@
-"""Tests how often a request's work passes from one thread or process to another, and through how many modules."""
+"""Tests through how many modules a page passes, and on which threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
 from sgl_kvfetch.protocol import quantiser
 from sgl_kvfetch.triton_kernels import runtime
@@ -21,33 +20,7 @@ from tests.test_threads import assert_threads
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 
-EIGHT = [
-    "SGLang -> event loop: Stage",
-    "event loop -> kvfetch-receive: _Connection.run",
-    "kvfetch-receive -> event loop: _chain_future._set_state",
-    "event loop -> kvfetch-decode: DecodePool._run",
-    "kvfetch-decode -> event loop: Fetcher._decode.end",
-    "event loop -> SGLang: Staged",
-    "SGLang -> kvfetch-load: ValueLoader._run",
-    "kvfetch-load -> event loop: Unstage",
-]
 THREADS = "copy", "data", "decode", "encode", "load", "segment"
-
-
-def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
-    before = threading.enumerate()
-    with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
-        rig = make(store=store.url, num_layers=1, max_tp_size=1)
-        tokens = rig.stored(prompt(0))
-        rig.hear_plane()
-        seen.clear()
-        request = rig.arrive_staged(tokens)
-        assert rig.admit(request) == [32]
-        require_equal(seen, EIGHT)
-        # The data plane has its threads here: all of a write's and a fetch's have run.
-        assert_threads(before, {"kvfetch", *(f"kvfetch-{name}" for name in THREADS)})
-        rig.cache.release_host_resources()
 
 
 @pytest.mark.parametrize("kind", ["exact", "klt"])
@@ -77,6 +50,7 @@ def test_the_path_of_a_page_to_a_gpu(kind: str, make: MakeRig, tmp_path: Path, m
 
 def test_the_path_of_a_page_to_the_store(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantiser, "SPAN_TOKENS", 32)
+    before = threading.enumerate()
     with StoreProcess(tmp_path / "store") as store, modules_run() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
         for number in range(2):
@@ -85,5 +59,9 @@ def test_the_path_of_a_page_to_the_store(make: MakeRig, tmp_path: Path, monkeypa
             rig.compute(prompt(number))
             rig.write_all()
         modules = set(seen)
+        rig.flush()
+        assert rig.admit(rig.arrive_staged(prompt(1))) == [32]
+        # The data plane has its threads here: all of a write's and a fetch's have run.
+        assert_threads(before, {"kvfetch", *(f"kvfetch-{name}" for name in THREADS)})
         rig.cache.release_host_resources()
     require_drawn("to the store", modules, SOMETIMES[:1])
