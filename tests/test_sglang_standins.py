@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from harness import sglang_standins
-from harness.sglang_standins import finder, jit_kernels
+from harness.sglang_standins import finder, kernels
 
 
 def test_a_kernel_without_a_stand_in_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STANDIN_LOG", str(tmp_path / "log"))
-    with pytest.raises(jit_kernels.NoStandInError, match="compiled kernel moe has no stand-in"):
-        jit_kernels.load("moe")
+    with pytest.raises(kernels.NoStandInError, match="compiled kernel moe has no stand-in"):
+        kernels.load("moe")
     with pytest.raises(RuntimeError, match=r"sgl_kernel\.topk has no stand-in"):
         finder.Missing("sgl_kernel.topk")()
     said = (tmp_path / "log").read_text()

@@ -1,9 +1,9 @@
-"""Stand-ins with which SGLang serves a Llama on a GPU whose machine has torch and Triton, and no `sgl_kernel`.
+"""Stand-ins with which SGLang serves a Llama on a GPU whose machine has torch and no `sgl_kernel`.
 
 SGLang pins a release of torch, and needs `sgl_kernel` and flashinfer, which are built for it: hundreds of MB, too much
-for a machine without a network that has another torch. A Llama needs few of their functions. `kernels` has these in
-Triton; SGLang's own PyTorch forms take the place of others; SGLang itself, its scheduler, pool, tree, linker and
-Triton attention, is as it was released. **Answers and times are for comparing paths within one run**: RMSNorm, RoPE and
+for a machine without a network that has another torch. A Llama needs few of their functions. `kernels` has these;
+SGLang's own PyTorch forms take the place of others; SGLang itself, its scheduler, pool, tree, linker and Triton
+attention, is as it was released. **Answers and times are for comparing paths within one run**: RMSNorm, RoPE and
 SwiGLU are not those that SGLang ships.
 
 A server gets them from a folder on its ``PYTHONPATH``, which `lay_out` fills: Python imports ``sitecustomize`` from

@@ -52,7 +52,15 @@ def _missing(owner: str, name: str) -> Missing:
     return Missing(f"{owner}.{name}")
 
 
-class _Maker(importlib.abc.Loader):
+class Maker(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The last finder, which makes modules."""
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in _MADE:
+            return None
+        note(f"made module {name}")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name)
         module.__path__ = []
@@ -70,33 +78,6 @@ class _Maker(importlib.abc.Loader):
             module.is_arch_support_pdl = lambda *args: False  # type: ignore[attr-defined]
 
 
-class Maker(importlib.abc.MetaPathFinder):
-    """The last finder."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in _MADE:
-            return None
-        note(f"made module {name}")
-        return importlib.machinery.ModuleSpec(name, _Maker(), is_package=True)
-
-
-class _Patching(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, patch: Patch) -> None:
-        self._loader, self._patch = loader, patch
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._patch(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 class Patcher(importlib.abc.MetaPathFinder):
     """The first finder: calls a function with a module of SGLang after it was imported."""
 
@@ -104,19 +85,20 @@ class Patcher(importlib.abc.MetaPathFinder):
         self._patches = patches
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+        self, name: str, path: Sequence[str] | None = None, *_: object
     ) -> importlib.machinery.ModuleSpec | None:
         patch = self._patches.get(name)
-        if patch is None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if patch is not None else None
+        if patch is None or spec is None or spec.loader is None:
             return None
-        for finder in sys.meta_path:
-            if isinstance(finder, Patcher | Maker) or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Patching(spec.loader, patch)
-                return spec
-        return None
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module: types.ModuleType) -> None:
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
 
 
 def install() -> None:

@@ -16,9 +16,9 @@ from .finder import Patch, note
 
 def _load_jit(module: Any) -> None:
     """Instead of compiling CUDA."""
-    from . import jit_kernels
+    from . import kernels
 
-    module.load_jit = jit_kernels.load
+    module.load_jit = kernels.load
 
 
 def _make_weights(module: Any) -> None:
@@ -68,7 +68,7 @@ def _hash_in_python(module: Any) -> None:
 
 def _fall_back_to_torch(module: Any) -> None:
     """Where an operator's compiled kernel has no stand-in, its PyTorch form serves from then on."""
-    from .jit_kernels import NoStandInError
+    from .kernels import NoStandInError
 
     resolve = module.BaseFusedOp._resolve_forward_method
 
