@@ -1,5 +1,5 @@
 """Write golden segments again: ``python -m tests.golden.make [STEM...]``. Without stems, only missing ones are written:
-only a new format version is a reason to write the others."""
+only a new format version is a reason to write the others. Profiles are not made again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
-from sgl_kvfetch.codec.quant.profile import Profile, load_profile
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice, Labels
 from sgl_kvfetch.tools.encoder import Target, transcode
 from sgl_kvfetch.types import KVGeometry, TensorName
-from tests.codec.quant.profiles import make_profile, values_of
+from tests.codec.quant.profiles import values_of
 from tests.golden.second_reader import read_values
 from tests.segments import make_heads, make_values, page_hashes
 
@@ -137,61 +135,16 @@ CASES = {
 }
 
 
+STEPS = {"klt": 2.0, "klt-heads": 1.75}  # coefficients of two integers, and some that are left out
+
+
 @cache
 def golden_quantiser(name: str) -> Quantiser:
-    match name:
-        case "klt":
-            step = 2.0  # coefficients of two integers, and some that are left out
-            return KltQuantiser(load_profile(FOLDER / "klt.profile"), step=step)
-        case "klt-heads":
-            return KltQuantiser(load_profile(FOLDER / "klt-heads.profile"), step=1.75)
-        case "cachegen-bins":
-            return make_quantiser("cachegen", (256, 64, 64, 64, 32), (16, 15, 12, 10, 8, 4))
+    if name in STEPS:
+        return KltQuantiser(load_profile(FOLDER / f"{name}.profile"), step=STEPS[name])
+    if name == "cachegen-bins":
+        return make_quantiser("cachegen", (256, 64, 64, 64, 32), (16, 15, 12, 10, 8, 4))
     return make_quantiser(name)  # type: ignore[arg-type]
-
-
-def _klt_profile() -> Profile:
-    rope = Rope(inv_freq=tuple(10000 ** (-i / 8) for i in range(8)))
-    profile = make_profile(
-        num_layers=4, num_heads=2, head_dim=16, v_head_dim=8, cell_layers=3, cell_heads=1, rope=rope, num_sinks=1
-    )
-    return _with_scales(profile, 0.5)
-
-
-def _klt_heads_profile() -> Profile:
-    frequencies = torch.tensor([1.0, 0.1, 2.5e-5, 3e-7]).tolist()  # numbers whose text is not that simple
-    rope = Rope(inv_freq=tuple(frequencies), attention_scaling=1.25, interleaved=True, position_divisor=4.0)
-    other = Rope(inv_freq=(1.0, 0.3, 0.02, 0.0), interleaved=True)
-    kinds = [  # of which the first, the third and the last are coded
-        ModelLayer(rotation=0),
-        ModelLayer(pool=Pool.WINDOW, window=128),
-        ModelLayer(rotation=1, window=64),
-        ModelLayer(pool=Pool.STATE),
-        ModelLayer(),
-    ]
-    profile = make_profile(
-        num_layers=3,
-        num_heads=6,
-        head_dim=12,
-        v_head_dim=8,
-        cell_layers=2,
-        cell_heads=2,
-        layers=LayerMap(layers=tuple(kinds), rotations=(rope, other)),
-        num_sinks=4,
-    )
-    return _with_scales(profile, 0.1)
-
-
-def _with_scales(profile: Profile, most: float) -> Profile:
-    """Tokens of several scales."""
-    cells = {
-        key: replace(cell, sensitivity=torch.linspace(-most, most, len(cell.sensitivity)))
-        for key, cell in profile.cells.items()
-    }
-    return replace(profile, cells=cells)
-
-
-PROFILES: dict[str, Callable[[], Profile]] = {"klt": _klt_profile, "klt-heads": _klt_heads_profile}
 
 
 def values_for(case: Case) -> dict[TensorName, torch.Tensor]:
@@ -235,15 +188,12 @@ def restored(reader: SegmentReader, data: bytes) -> torch.Tensor:
 
 
 def write(case: Case) -> None:
-    if case.quantiser in PROFILES and case.profile is None:
-        PROFILES[case.quantiser]().save(FOLDER / f"{case.quantiser}.profile")
     coded = make(case)
     manifest: Manifest = coded.manifest
     case.path("kvm").write_bytes(manifest.encode())
     for variant in range(len(manifest.variants)):
         case.path(f"{variant}.kvd").write_bytes(coded.contents[variant])
-    if case.quantiser in PROFILES:  # sums of products, which every machine rounds differently
-        assert case.profile is not None
+    if case.profile is not None:  # sums of products, which every machine rounds differently
         bits = read_values(manifest.encode(), coded.data, 0, case.profile.read_bytes())
     else:
         values = restored(SegmentReader(manifest, golden_quantiser(case.quantiser)), coded.data)
