@@ -33,7 +33,7 @@ from benchmarks.real_model import NAME, is_available, prose, real_model
 from benchmarks.real_profile import real_profile
 from benchmarks.report import COLOURS, figure, make_parser, make_table, no_traceback, output_file, positive
 from harness.engine import Generation, SGLangServer, device_args, free_port, hicache_args
-from harness.metrics import kvfetch_traffic, wait_until_written
+from harness.metrics import bytes_read, wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
 
@@ -211,7 +211,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
     console.print(f"{title}: the first token was computed in {computed.ttft_s:.2f} s")
     console.print(f"{title}: a fresh SGLang starts and fetches")
     with (
-        StoreProcess(folder, port=port, link_gbps=[gbps]),
+        StoreProcess(folder, port=port, link_gbps=gbps),
         SGLangServer(subject.model, extra_args=flags, **patient) as server,
     ):
         server.generate(input_ids=warm_up, max_new_tokens=1)
@@ -220,7 +220,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
             server.flush()
             fetches.append(server.generate(input_ids=subject.prompt, **sampling))
             console.print(f"{title}: the first token came after {fetches[-1].ttft_s:.2f} s")
-        return Run(computed, fetches, kvfetch_traffic(before, server.metrics()).wire_bytes // _NUM_FETCHES)
+        return Run(computed, fetches, bytes_read(before, server.metrics()) // _NUM_FETCHES)
 
 
 def _store(server: SGLangServer, prompt: list[int], num_pages: int, **sampling: Any) -> Generation:

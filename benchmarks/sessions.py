@@ -227,7 +227,7 @@ def _s3(folder: Path) -> Iterator[_Store]:
         before = {key: os.environ.get(key) for key in keys}
         os.environ.update(keys)
         try:
-            yield _Store(f"s3://{BUCKET}", lambda: (s3.traffic.received_bytes, s3.traffic.sent_bytes), held)
+            yield _Store(f"s3://{BUCKET}", lambda: (s3.received_bytes, s3.sent_bytes), held)
         finally:
             for key, value in before.items():
                 os.environ.pop(key) if value is None else os.environ.update({key: value})

@@ -40,7 +40,7 @@ from benchmarks.real_model import prose, real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import make_parser, make_table, no_traceback, whole_numbers, write_json
 from harness.engine import SGLangServer, device_args, free_port, hicache_args
-from harness.metrics import kvfetch_traffic, wait_until_written
+from harness.metrics import bytes_read, wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.errors import ConfigError
@@ -200,7 +200,7 @@ def _measure(
                     yield from (Row(row.method, length, gbps, row.first_s, row.ttft_s, 0, 0) for gbps in links)
                 return
             for gbps in links:
-                with StoreProcess(folder, port=port, link_gbps=[gbps]):
+                with StoreProcess(folder, port=port, link_gbps=gbps):
                     for length, several in prompts.items():
                         yield _ask(server, name, length, several, gbps)
 
@@ -222,7 +222,7 @@ def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[in
         server.flush()
         answers.append(server.generate(input_ids=prompt, max_new_tokens=1))
     measured = answers[1:]
-    wire_bytes = kvfetch_traffic(before, server.metrics()).wire_bytes
+    wire_bytes = bytes_read(before, server.metrics())
     return Row(
         method=name,
         prompt_tokens=length,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from harness.children import start_child
 from harness.engine import free_port
-from harness.s3_server import ACCESS_KEY, SECRET_KEY, make_bucket, s3_config, wait_until_it_answers
-from harness.waiting import WAIT_S
+from harness.s3_server import ACCESS_KEY, SECRET_KEY, make_bucket, s3_config
+from harness.waiting import WAIT_S, polls
 
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 HAS_CEPH = all(shutil.which(program) for program in _PROGRAMS)
@@ -58,87 +60,62 @@ debug_rocksdb = 0
 
 
 class CephProcess:
-    """A context manager; when it is entered, the gateway answers and has an empty bucket.
-
-    The cluster keeps its objects while the gateway is killed and started again. ``log_path`` has what all parts print.
-    """
+    """A context manager; when it is entered, the gateway answers and has an empty bucket. Entering raises RuntimeError,
+    with what all parts print, if it fails."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self.config = s3_config(f"http://127.0.0.1:{self.port}")
+        self._port = free_port()
+        self.config = s3_config(f"http://127.0.0.1:{self._port}")
         self._folder = tempfile.TemporaryDirectory(prefix="ceph-")
-        self.log_path = Path(self._folder.name, "log")
+        self._log_path = Path(self._folder.name, "log")
         self._env = os.environ | {"CEPH_CONF": str(Path(self._folder.name, "ceph.conf"))}
-        self._cluster: list[subprocess.Popen[bytes]] = []
-        self._gateway: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         try:
             self._start_cluster()
-            self.start_gateway()
+            gateway = self._spawn("radosgw", "-f", "-n", "client.admin")
+            for _ in polls():
+                assert gateway.poll() is None
+                with suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                    break
             make_bucket(self.config)
-        except BaseException:
-            self._kill()
-            raise
+        except BaseException as e:
+            said = self._log_path.read_text(errors="replace").splitlines()[-60:]
+            self.__exit__()
+            raise RuntimeError("\n".join(("Ceph did not start:", *said))) from e
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
+        for process in reversed(self._processes):
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
 
     def _start_cluster(self) -> None:
         assert HAS_CEPH, CEPH_MISSING
         folder = Path(self._folder.name)
         monitor = f"v2:127.0.0.1:{free_port()}"
-        config = _CONFIG.format(cluster_id=_CLUSTER_ID, folder=folder, monitor=monitor, port=self.port)
+        config = _CONFIG.format(cluster_id=_CLUSTER_ID, folder=folder, monitor=monitor, port=self._port)
         (folder / "ceph.conf").write_text(config)
         for name in ("mon", "osd"):
             (folder / name).mkdir()
         map_path = str(folder / "monmap")
         self._run("monmaptool", "--create", "--fsid", _CLUSTER_ID, "--addv", "a", f"[{monitor}]", map_path)
         self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", map_path)
-        self._cluster.append(self._spawn("ceph-mon", "-f", "-i", "a"))
+        self._spawn("ceph-mon", "-f", "-i", "a")
         self._run("ceph", "osd", "new", _DISK_ID)
         self._run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", _DISK_ID)
-        self._cluster.append(self._spawn("ceph-osd", "-f", "-i", "0"))
+        self._spawn("ceph-osd", "-f", "-i", "0")
         keys = ["--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY]
         self._run("radosgw-admin", "user", "create", "--uid", "test", "--display-name", "test", *keys)
 
     def _run(self, *command: str) -> None:
-        """Run ``command`` to its end. Raises RuntimeError, with the log, if it fails or hangs."""
-        with self.log_path.open("ab") as log:
-            try:
-                subprocess.run(command, env=self._env, stdout=log, stderr=log, timeout=WAIT_S, check=True)
-            except subprocess.SubprocessError as e:
-                raise RuntimeError(f"{e}\n{self._log()}") from e
+        with self._log_path.open("ab") as log:
+            subprocess.run(command, env=self._env, stdout=log, stderr=log, timeout=WAIT_S, check=True)
 
     def _spawn(self, *command: str) -> subprocess.Popen[bytes]:
-        with self.log_path.open("ab") as log:
-            return start_child(command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-    def start_gateway(self) -> None:
-        """Start the gateway, and wait until it answers. Raises RuntimeError, with the log, if it does not."""
-        assert self._gateway is None, "already started"
-        self._gateway = self._spawn("radosgw", "-f", "-n", "client.admin")
-        if not wait_until_it_answers(self.config["endpoint"], self._gateway):
-            self.kill_gateway()
-            raise RuntimeError(f"radosgw did not start:\n{self._log()}")
-
-    def kill_gateway(self) -> None:
-        """Kill the gateway, as a crash would. Do nothing if it does not run."""
-        gateway, self._gateway = self._gateway, None
-        if gateway is not None:
-            _kill(gateway)
-
-    def _log(self) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
-
-    def _kill(self) -> None:
-        self.kill_gateway()
-        for process in self._cluster:
-            _kill(process)
-        self._folder.cleanup()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+        with self._log_path.open("ab") as log:
+            process = start_child(command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self._processes.append(process)
+        return process

@@ -46,7 +46,7 @@ def end_children_on_signals() -> None:
 
 def children_cpu_s() -> float:
     """Return the CPU seconds of this process's descendants: of those that were waited for, of those that `start_child`
-    and `count_with_descendants` count while they run, and those that `note_cpu_time` and `note_s` have counted."""
+    and `count_with_descendants` count while they run, and those that `note_cpu_time` has counted."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     running_s = 0.0
     for pid, has_descendants in list(_running.items()):
@@ -68,7 +68,8 @@ def note_cpu_time(pid: int) -> None:
     """Count the CPU time of a child's descendants. Call this before the child is killed together with them: nobody
     waits for them then, so the kernel adds their CPU time to no other process's."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        note_s(_cpu_s(psutil.Process(pid).children(recursive=True)))
+        global _noted_s
+        _noted_s += _cpu_s(psutil.Process(pid).children(recursive=True))
         _running.pop(pid, None)
 
 
@@ -78,12 +79,6 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
         with contextlib.suppress(psutil.NoSuchProcess):
             total_s += sum(process.cpu_times()[:4])  # its own, and of children that it has waited for
     return total_s
-
-
-def note_s(cpu_s: float) -> None:
-    """Count the CPU seconds of a process that is not a child of this one."""
-    global _noted_s
-    _noted_s += cpu_s
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -67,44 +67,24 @@ def page() -> str:
     for group, names in _GROUPS.items():
         lines.append(f"## {group}\n")
         for name in names:
-            lines += _section(name, _command(name))
+            lines += _section(name)
     return "\n".join([*lines, f"{_ENVIRONMENT}\n`python -m harness.commands_page` wrote this page.\n"])
 
 
-def _more(name: str) -> str:
-    return f" [More]({_PAGES[name]})." if name in _PAGES else ""
-
-
-def _command(name: str) -> Any:
+def _section(name: str) -> Iterator[str]:
+    """Yield the lines of a command: what it is for, its indented examples, and the names of its options."""
     group: Any = typer.main.get_command(app)
     context = group.make_context("kvfetch", [name])
-    return group.resolve_command(context, [name, "--help"])[1]
-
-
-def _section(name: str, command: Any) -> Iterator[str]:
-    """Yield the lines of a command: what it is for, examples, and the names of its options."""
+    command = group.resolve_command(context, [name, "--help"])[1]
     text = inspect.cleandoc(command.help)
     yield f"### kvfetch {name}\n"
-    yield text.partition("\n\n")[0] + _more(name)
-    yield from _examples(text)
-    names = [each.get_help_record(_CONTEXT)[0].split() for each in command.params if _is_option(each)]
-    yield "Options: " + ", ".join(f"`{' '.join(name for name in words if name[0] == '-')}`" for words in names) + "\n"
-
-
-_CONTEXT = typer.main.get_command(app).make_context("kvfetch", [""], resilient_parsing=True)
-
-
-def _examples(text: str) -> Iterator[str]:
-    """Yield a docstring's indented examples as one block of commands."""
+    yield text.partition("\n\n")[0] + (f" [More]({_PAGES[name]})." if name in _PAGES else "")
     examples = re.split(r"\n\nExamples?\b.*:\n\n", text, maxsplit=1)[1:]
     if commands := re.findall(r"^    (.*)$", "".join(examples), re.MULTILINE):
-        yield "\n```bash"
-        yield from commands
-        yield "```\n"
-
-
-def _is_option(parameter: Any) -> bool:
-    return bool(parameter.param_type_name == "option" and parameter.name != "help")
+        yield from ("\n```bash", *commands, "```\n")
+    options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+    records = [each.get_help_record(context)[0].split() for each in options]
+    yield "Options: " + ", ".join(f"`{' '.join(x for x in words if x[0] == '-')}`" for words in records) + "\n"
 
 
 if __name__ == "__main__":

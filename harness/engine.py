@@ -72,55 +72,40 @@ class Generation:
 def hicache_args(
     store_url: str,
     *,
-    layout: str = "page_first_direct",
-    io_backend: str = "direct",
     prefetch_policy: str | None = "wait_complete",
-    prefetch_threshold: int = 16,
     host_pool_gb: int | None = None,
     **config: Any,
 ) -> list[str]:
-    """Return the flags of host mode: our storage backend behind SGLang's host pool.
-
-    ``host_pool_gb``: see ``host_tier_args``.
-    ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. With ``prefetch_policy`` None,
-    no flag is given for it. ``config`` holds more keys of our config.
-    """
-    return [
-        *host_tier_args(layout=layout, io_backend=io_backend, host_pool_gb=host_pool_gb),
-        *(() if prefetch_policy is None else ("--hicache-storage-prefetch-policy", prefetch_policy)),
-        *device_args(store_url, prefetch_threshold=prefetch_threshold, **config),
-    ]
+    """Return the flags of host mode: our storage backend behind SGLang's host pool. ``prefetch_policy``: None for
+    SGLang's own. ``host_pool_gb``: see `host_tier_args`. ``config``: keys of our config beside those of
+    `extra_config`."""
+    policy = () if prefetch_policy is None else ("--hicache-storage-prefetch-policy", prefetch_policy)
+    return [*host_tier_args(host_pool_gb), *policy, *device_args(store_url, **config)]
 
 
-def host_tier_args(
-    *, layout: str = "page_first_direct", io_backend: str = "direct", host_pool_gb: int | None = None
-) -> list[str]:
+def host_tier_args(host_pool_gb: int | None = None) -> list[str]:
     """Return the flags of SGLang's host pool alone, to which a storage backend can be attached.
 
     ``host_pool_gb`` is a rank's share. None makes the pool four times as large as the device's, which is little for
     tests: SGLang touches all of it at the start, 1 GB in 0.7 s of CPU time.
     """
     size = ("--hicache-ratio", "4") if host_pool_gb is None else ("--hicache-size", str(host_pool_gb))
-    return [
-        "--enable-hierarchical-cache",
-        *size,
-        *("--hicache-mem-layout", layout),
-        *("--hicache-io-backend", io_backend),
-    ]
+    layout = "--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct"
+    return ["--enable-hierarchical-cache", *size, *layout]
 
 
-def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
-    """Return the flags of device mode: our storage backend without a host tier. Arguments: see ``hicache_args``."""
-    extra = extra_config(store_url, prefetch_threshold=prefetch_threshold, **config)
-    return [*("--hicache-storage-backend", "kvfetch"), *("--hicache-storage-backend-extra-config", json.dumps(extra))]
+def device_args(store_url: str, **config: Any) -> list[str]:
+    """Return the flags of device mode: our storage backend without a host tier."""
+    extra = json.dumps(extra_config(store_url, **config))
+    return ["--hicache-storage-backend", "kvfetch", "--hicache-storage-backend-extra-config", extra]
 
 
-def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> dict[str, Any]:
+def extra_config(store_url: str, **config: Any) -> dict[str, Any]:
     """Return a config for tests. Nothing is computed that is stored, since a small model computes its KV faster than a
-    link transfers it. There are no audits, which cut hits at random. Lookups and fetches may take long: on a busy
-    machine they do."""
+    link transfers it. There are no audits, which cut hits at random, and short prompts are looked up. Lookups and
+    fetches may take long: on a busy machine they do."""
     patient = {"lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S, "recompute": "never", "audit_share": 0}
-    return {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
+    return {"store": store_url, "prefetch_threshold": 16, **patient, **config}
 
 
 _MOST_CLAIMS = 64
@@ -128,9 +113,9 @@ _claims: deque[int] = deque()  # file descriptors
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody uses now. It is below the ports that Linux gives to outgoing connections, so
-    that none of them takes it before the server does, which may be half a minute later. Nor does another caller, also
-    in another process: an address that only names the port claims it, for this process's next calls."""
+    """Return a loopback port that nobody uses now. Nobody takes it before the server does, maybe half a minute later:
+    it is below the ports that Linux gives to outgoing connections, and an address that only names it claims it from
+    other callers, also of other processes."""
     while True:
         port = secrets.choice(range(12_000, 32_000))
         claim = socket.socket(socket.AF_UNIX)
@@ -179,15 +164,12 @@ def servers_find_sglang_imported() -> Iterator[ImportedSGLang]:
 
 class SGLangServer:
     """A context manager that runs ``python -m sglang.launch_server`` on a free loopback port, ready when entered.
-
-    ``extra_args`` follow the defaults and override them. ``env`` is added to this process's environment. On a machine
-    without an accelerator, ``CPU_ARGS`` are passed, and SGLang needs what is in `cpu_engine/`. The log goes to
-    ``log_path``, or else to the server's temporary directory. The server runs in that directory, because it must not be
-    able to import the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage
-    backend at run time; every request carries it. With ``imports_itself`` it is started as users start one, and never
-    forked.
-
     Entering raises ``ServerError``, with the log's tail, if the server exits or is not healthy in time.
+
+    ``extra_args`` follow the defaults and override them. ``env`` is added to this process's environment. The log goes
+    to ``log_path``, or else to a temporary directory, in which the server runs, because it must not be able to import
+    the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage backend at run
+    time; every request carries it. With ``imports_itself`` it is started as users start one, and never forked.
     """
 
     imported: ClassVar[ImportedSGLang | None] = None
@@ -205,24 +187,21 @@ class SGLangServer:
         imports_itself: bool = False,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
-        self.log_path = Path(log_path) if log_path is not None else Path(self._directory.name, "server.log")
-        self.log_path = self.log_path.absolute()
+        self.log_path = Path(log_path or Path(self._directory.name, "server.log")).absolute()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
         self._env = {"SGLANG_DISABLED_MODEL_ARCHS": other_models(os.fspath(model_path)), **common_environment()}
         self._imports_itself = imports_itself
-        args = [*COMMON_ARGS, *extra_args]
+        args = [*(() if has_accelerator() else CPU_ARGS), *COMMON_ARGS, *extra_args]
         self._headers = {"Content-Type": "application/json"}
         if admin_api_key is not None:
             args += ["--admin-api-key", admin_api_key]
             self._headers["Authorization"] = f"Bearer {admin_api_key}"
-        if not has_accelerator():
-            args = [*CPU_ARGS, *args]
         self._own_env = dict(env or {})
         model = os.path.abspath(model_path) if os.path.exists(model_path) else os.fspath(model_path)
-        self.command = [
+        self._command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *args,
@@ -242,9 +221,9 @@ class SGLangServer:
         with open(self.log_path, "wb") as log:
             if self.imported is not None and not self._imports_itself:
                 environment = self._env, self._own_env
-                self._process = self.imported.start(self.command[1:], self._directory.name, *environment, log, log)
+                self._process = self.imported.start(self._command[1:], self._directory.name, *environment, log, log)
             self._process = self._process or start_child(
-                self.command,
+                self._command,
                 cwd=self._directory.name,
                 env=self._env | self._own_env,
                 stdin=subprocess.DEVNULL,
@@ -258,11 +237,6 @@ class SGLangServer:
         except BaseException:
             self.kill()
             raise
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the server to exit by itself; return its exit code. Raises ``subprocess.TimeoutExpired``."""
-        assert self._process is not None, "not started"
-        return self._process.wait(timeout_s)
 
     def log(self) -> str:
         """Return everything that the server has printed so far."""
@@ -279,23 +253,21 @@ class SGLangServer:
         *,
         input_ids: Sequence[int] | None = None,
         max_new_tokens: int = 8,
-        temperature: float = 0.0,
         logprobs: bool = False,
         cache_salt: str | None = None,
         adapter: str | None = None,
         image: str | None = None,
         **sampling: Any,
     ) -> Generation:
-        """Generate from a text or from token ids, greedily by default. ``adapter`` is the name of a LoRA adapter that
-        the server has, ``image`` the URL of one that the text has a place for; ``sampling`` holds more sampling
-        parameters."""
+        """Generate from a text or from token ids, greedily unless ``sampling``, more sampling parameters, says
+        otherwise. ``adapter``: the name of a LoRA adapter that the server has. ``image``: the URL of one that the text
+        has a place for."""
         assert (prompt is None) != (input_ids is None), "give either a prompt or input_ids"
-        params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
+        params = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
         body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs, "stream": True}
-        body |= {"text": prompt} if prompt is not None else {"input_ids": list(input_ids or ())}
-        body |= {} if cache_salt is None else {"cache_salt": cache_salt}
-        body |= {} if adapter is None else {"lora_path": adapter}
-        body |= {} if image is None else {"image_data": image}
+        body |= {"text": prompt} if input_ids is None else {"input_ids": list(input_ids)}
+        more = {"cache_salt": cache_salt, "lora_path": adapter, "image_data": image}
+        body |= {name: value for name, value in more.items() if value is not None}
         answer, ttft_s = self._last_event("/generate", body)
         meta = answer["meta_info"]
         return Generation(
@@ -313,8 +285,7 @@ class SGLangServer:
         return self.request("GET", "/metrics")
 
     def flush(self) -> None:
-        """Wait until the server is idle, then empty its device and host tiers. The remote store is not
-        changed."""
+        """Wait until the server is idle, then empty its device and host tiers."""
         self.request("POST", f"/flush_cache?timeout={WAIT_S / 2:.0f}")
 
     def request(self, method: str, path: str, body: Any = None) -> str:
@@ -340,12 +311,8 @@ class SGLangServer:
 
     @contextlib.contextmanager
     def _open(self, method: str, path: str, body: Any) -> Iterator[Any]:
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers=self._headers,
-            method=method,
-        )
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self._headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=self._request_timeout_s) as response:
                 yield response
@@ -358,14 +325,12 @@ class SGLangServer:
 
     def stop(self) -> None:
         """Let the server end its requests, and end it. Do nothing if it is not running."""
-        try:
-            if self._process is not None:
-                # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
-                self._process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(WAIT_S)
-        finally:
-            self.kill()
+        if self._process is not None:
+            # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(WAIT_S)
+        self.kill()
 
     def kill(self) -> None:
         """End the server and every process that it started at once. SGLang itself looks for a signal every 5 s."""

@@ -63,8 +63,6 @@ class FaultyProxy:
         self._reserved: socket.socket | None = None  # the port, also while nobody listens there
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._link = asyncio.Event()
-        self._link.set()
         self.port = 0
         self.requests: list[tuple[str, str]] = []
 
@@ -80,13 +78,6 @@ class FaultyProxy:
             await self._stop()
         elif self._server is None:
             await self._listen()
-
-    def cut(self) -> None:
-        """Let nothing pass in either direction until ``mend`` is called. Connections stay open."""
-        self._link.clear()
-
-    def mend(self) -> None:
-        self._link.set()
 
     async def __aenter__(self) -> Self:
         # This socket is bound and never listens. So the kernel gives the port to no server that wants any free one.
@@ -141,7 +132,6 @@ class FaultyProxy:
             if self._tls is not None:
                 await writer.start_tls(self._tls)
             head = await reader.readuntil(b"\r\n\r\n")
-            await self._link.wait()
             method, path = (word.decode() for word in head.split(b" ", 2)[:2])
             self.requests.append((method, path))
             await self._answer(self._take_fault(method, path), head, reader, writer)
@@ -182,7 +172,10 @@ class FaultyProxy:
                 store_writer.write(piece)
                 await store_writer.drain()
             answer_head = _closing(await store_reader.readuntil(b"\r\n\r\n"))
-            writer.write(_with_wrong_length(answer_head, fault))
+            if fault is not None and fault.kind == "wrong_length":
+                changed = lambda match: b"Content-Length: %d\r" % (int(match[1]) + fault.extra_bytes)  # noqa: E731
+                answer_head = _LENGTH.sub(changed, answer_head)
+            writer.write(answer_head)
             await self._pipe_answer(fault, store_reader, reader, writer)
         finally:
             self._writers.discard(store_writer)
@@ -197,7 +190,6 @@ class FaultyProxy:
     ) -> None:
         sent = 0
         while piece := await store_reader.read(_PIECE_BYTES):
-            await self._link.wait()
             if fault is not None:
                 if fault.kind in ("close", "stall") and sent + len(piece) > fault.after_bytes:
                     writer.write(piece[: fault.after_bytes - sent])
@@ -216,8 +208,9 @@ class FaultyProxy:
 
 
 async def _body(head: bytes, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the pieces of a request's body. Raises ConnectionResetError if the client disconnects before its end."""
-    left = _body_bytes(head)
+    """Yield the pieces of a request's body, whose length our clients always announce. Raises ConnectionResetError if
+    the client disconnects before its end."""
+    left = int(match[1]) if (match := _LENGTH.search(head)) else 0
     while left:
         piece = await reader.read(min(left, _PIECE_BYTES))
         if not piece:
@@ -226,20 +219,8 @@ async def _body(head: bytes, reader: asyncio.StreamReader) -> AsyncIterator[byte
         yield piece
 
 
-def _body_bytes(head: bytes) -> int:
-    """Return the body's length. Our clients always announce it."""
-    match = _LENGTH.search(head)
-    return int(match[1]) if match else 0
-
-
 def _closing(head: bytes) -> bytes:
     return _CONNECTION.sub(b"", head)[:-2] + b"Connection: close\r\n\r\n"
-
-
-def _with_wrong_length(head: bytes, fault: Fault | None) -> bytes:
-    if fault is None or fault.kind != "wrong_length":
-        return head
-    return _LENGTH.sub(lambda match: b"Content-Length: %d\r" % (int(match[1]) + fault.extra_bytes), head)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -31,11 +31,9 @@ def declared() -> list[Requirement]:
 
 
 def lowest_version(requirement: Requirement) -> str:
-    """Return the lower bound of a requirement. Raises ValueError if it has none."""
-    bounds = [each.version for each in requirement.specifier if each.operator == ">="]
-    if len(bounds) != 1:
-        raise ValueError(f"{PROJECT.name}: expected one lower bound, found {requirement}")
-    return bounds[0]
+    """Return the only lower bound of a requirement."""
+    (version,) = (each.version for each in requirement.specifier if each.operator == ">=")
+    return version
 
 
 def lowest_python() -> Path:

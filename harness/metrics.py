@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from prometheus_client import generate_latest
 
@@ -30,8 +29,8 @@ def own_metric(name: str, **labels: str) -> float:
 def written(server: SGLangServer, num_pages: int) -> Iterator[None]:
     """Wait at the block's end until it has brought ``num_pages`` more pages to the store.
 
-    For a server that has written before: :func:`wait_until_written` could not tell a write that is not queued yet
-    from one that has ended. Before the block, wait for what is queued: it would count as the block's.
+    For a server that has written before: `wait_until_written` could not tell a write that is not queued yet from one
+    that has ended. Before the block, wait for what is queued: it would count as the block's.
     """
     wait_until_written(server, 0)
     before = written_pages(server)
@@ -70,18 +69,7 @@ def _written_pages(text: str) -> float:
     return sum(read_metric(text, "sgl_kvfetch_written_pages_total", result=result) for result in results)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes between store and server: on the wire, and in the pool's format."""
-
-    wire_bytes: int
-    raw_bytes: int
-
-
-def kvfetch_traffic(before: str, after: str, direction: str = "read") -> Traffic:
-    """Return the bytes transferred between two texts of ``/metrics``."""
-
-    def moved(name: str) -> int:
-        return round(read_metric(after, name, direction=direction) - read_metric(before, name, direction=direction))
-
-    return Traffic(moved("sgl_kvfetch_wire_bytes_total"), moved("sgl_kvfetch_raw_bytes_total"))
+def bytes_read(before: str, after: str) -> int:
+    """Return the bytes that a server received between two texts of ``/metrics``, as they are on the wire."""
+    wire_bytes = [read_metric(text, "sgl_kvfetch_wire_bytes_total", direction="read") for text in (before, after)]
+    return round(wire_bytes[1] - wire_bytes[0])

@@ -2,81 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class TinyLlama:
-    """The model's shape. Every token is one word: ``w17`` is token 17."""
-
-    vocab_size: int = 2048
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    max_position_embeddings: int = 4096
-    seed: int = 0
+_LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "pad_token_id": None,  # the embedding of such a token is zero
+}
+_SHORT = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 
 
-def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: int) -> Path:
-    """Write a random model and its tokenizer to ``directory``; return the directory.
+def make_tiny_llama(directory: Path, *, seed: int = 0, **changes: int) -> Path:
+    """Write a random model and its tokenizer to ``directory``; return the directory. Every token is one word: ``w17``
+    is token 17.
 
-    Equal shapes and seeds give equal weights. ``changes`` replace fields of the shape. The weights have a larger
-    standard deviation than transformers' default, so that the output tokens depend on the whole prompt.
+    Equal shapes and seeds give equal weights. ``changes`` replace entries of the config; numbers of layers and heads
+    have short names. The weights have a larger standard deviation than transformers' default, so that the output tokens
+    depend on the whole prompt.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = dataclasses.replace(shape or TinyLlama(), **changes)
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    return _save_random(LlamaForCausalLM, config, directory, shape.seed)
+    shape = {_SHORT.get(name, name): value for name, value in changes.items()}
+    return make_tiny(directory, "llama", _LLAMA | shape, seed)
 
 
-def make_llama_8b_config(directory: Path, **changes: Any) -> Path:
+def make_llama_8b_config(directory: Path) -> Path:
     """Write the config of Llama-3.1-8B's shape, with fewer words, and a tokenizer; return the directory. There are no
-    weights: SGLang's ``--load-format dummy`` makes random ones. ``changes`` replace entries of the config."""
+    weights: SGLang's ``--load-format dummy`` makes random ones."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": 1,
         "dtype": "bfloat16",
-        "eos_token_id": 2,
         "head_dim": 128,
-        "hidden_act": "silu",
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
-        "mlp_bias": False,
         "num_attention_heads": 32,
         "num_hidden_layers": 32,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
-        "tie_word_embeddings": False,
         "vocab_size": 32000,
-    } | changes
+    }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     _save_tokenizer(directory, config["vocab_size"])
@@ -249,23 +220,21 @@ _SMALL: dict[str, Any] = {
 """What the config of a random model says, unless its family needs something else."""
 
 
-def make_tiny(directory: Path, family: str, changes: Mapping[str, Any] | None = None) -> Path:
-    """Write a random model of one of ``FAMILIES``; return the directory. ``changes``: what to add to its config in
-    place of what those have."""
+def make_tiny(directory: Path, family: str, changes: Mapping[str, Any] | None = None, seed: int = 0) -> Path:
+    """Write a random model of one of ``FAMILIES`` and a tokenizer; return the directory. ``changes``: what to add to
+    its config in place of what those have."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family, **_SMALL | {"pad_token_id": 0} | dict(FAMILIES[family] if changes is None else changes)
-    )
-
-    def make(config: Any) -> Any:
-        model = AutoModelForCausalLM.from_config(config)
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):  # SGLang has them in bfloat16, whatever the model's dtype
-                parameter.data = parameter.data.bfloat16().float()
-        return model
-
-    _save_random(make, config, directory)
+    own = FAMILIES[family] if changes is None else changes
+    config = AutoConfig.for_model(family, **_SMALL | {"pad_token_id": 0} | dict(own))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):  # SGLang has them in bfloat16, whatever the model's dtype
+            parameter.data = parameter.data.bfloat16().float()
+    model.save_pretrained(directory)
+    _save_tokenizer(directory, config.vocab_size)
     if family == "kimi_linear":
         _rename_dense_layers(directory / "model.safetensors")
     if published := _PUBLISHED.get(family):
@@ -284,6 +253,7 @@ def _rename_dense_layers(file: Path) -> None:
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 _ENCODER = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+_MARKS = {3: "<|image_pad|>", 4: "<|video_pad|>", 5: "<|vision_start|>", 6: "<|vision_end|>"}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """Where an image is in the text of a prompt."""
 
@@ -342,53 +312,31 @@ OTHER_IMAGE_TEXT: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def make_tiny_image_text(directory: Path, family: str) -> Path:
-    """Write a random model of one of ``IMAGE_TEXT`` with its encoder, and what SGLang needs to take images; return the
-    directory."""
+    """Write a random model of one of both tables with its encoder, and a tokenizer; return the directory. One of
+    ``IMAGE_TEXT`` has what SGLang needs to take images."""
     import transformers
 
-    changes = IMAGE_TEXT[family]
-    config = _save_random_image_text(
-        directory,
-        family,
-        {"rope_parameters": MROPE, **changes["text"]},
-        _ENCODER | changes["vision"],
-        image_token_id=3,
-        video_token_id=4,
-        vision_start_token_id=5,
-        vision_end_token_id=6,
-    )
-    images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    if family == "qwen2_5_vl":
-        videos = transformers.Qwen2VLVideoProcessor()
-        transformers.Qwen2_5_VLProcessor(images, tokenizer, videos).save_pretrained(directory)
+    tokens: dict[str, int] = {}
+    if is_served := family in IMAGE_TEXT:
+        text, vision = {"rope_parameters": MROPE} | IMAGE_TEXT[family]["text"], _ENCODER | IMAGE_TEXT[family]["vision"]
+        names = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+        tokens = dict(zip(names, _MARKS, strict=True))
     else:
-        videos = transformers.Qwen3VLVideoProcessor()
-        transformers.Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(directory)
-    return directory
-
-
-def make_other_image_text(directory: Path, family: str) -> Path:
-    """Write a random model of one of ``OTHER_IMAGE_TEXT`` with its encoder, and a tokenizer; return the directory."""
-    _save_random_image_text(directory, family, OTHER_IMAGE_TEXT[family]["text"], OTHER_IMAGE_TEXT[family]["vision"])
-    return directory
-
-
-def _save_random_image_text(
-    directory: Path, family: str, text: Mapping[str, Any], vision: Mapping[str, Any], **changes: Any
-) -> Any:
-    """Write a random model with an encoder, and a tokenizer; return its config."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(
-        family, text_config=_SMALL | dict(text), vision_config=dict(vision), tie_word_embeddings=False, **changes
-    )
+        text, vision = OTHER_IMAGE_TEXT[family]["text"], OTHER_IMAGE_TEXT[family]["vision"]
+    parts = {"text_config": _SMALL | text, "vision_config": vision}
+    config = transformers.AutoConfig.for_model(family, **parts, tie_word_embeddings=False, **tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.AutoModelForImageTextToText.from_config(config).float().save_pretrained(directory)
-    marks = {3: "<|image_pad|>", 4: "<|video_pad|>", 5: "<|vision_start|>", 6: "<|vision_end|>"}
-    _save_tokenizer(directory, _SMALL["vocab_size"], marks)
-    return config
+    _save_tokenizer(directory, _SMALL["vocab_size"], _MARKS)
+    if is_served:
+        images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        of_videos, of_all = transformers.Qwen3VLVideoProcessor, transformers.Qwen3VLProcessor
+        if family == "qwen2_5_vl":
+            of_videos, of_all = transformers.Qwen2VLVideoProcessor, transformers.Qwen2_5_VLProcessor
+        of_all(images, tokenizer, of_videos()).save_pretrained(directory)
+    return directory
 
 
 _WITHOUT_PAD = {"pad_token_id": None}  # the embedding of such a token is zero
@@ -449,15 +397,6 @@ def make_adapter(directory: Path, model: Path, seed: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
-
-
-def _save_random(make: Any, config: Any, directory: Path, seed: int = 0) -> Path:
-    """Write ``make(config)``, a model with random weights, and a tokenizer for it; return the directory."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        make(config).float().save_pretrained(directory)
-    _save_tokenizer(directory, config.vocab_size)
     return directory
 
 

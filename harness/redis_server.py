@@ -1,14 +1,4 @@
-"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own.
-
-Two of them can fail over:
-
-    with RedisProcess() as first, RedisProcess() as second:
-        second.replicate(first)
-        async with RedisService(first) as service:
-            ...                      # clients connect to service.url
-            fail_over(first, second)
-            service.lead_to(second)  # new connections; open ones stay with the first, which is a replica now
-"""
+"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own. Two can fail over."""
 
 from __future__ import annotations
 
@@ -38,7 +28,7 @@ class RedisProcess:
     def __init__(self, *, password: str | None = None, cluster: bool = False) -> None:
         self.port = free_port()
         self.url = f"redis{'+cluster' if cluster else ''}://127.0.0.1:{self.port}"
-        self.client = redis.Redis(port=self.port, password=password)
+        self.client: Any = redis.Redis(port=self.port, password=password)
         self._args = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._args += ["--repl-diskless-sync-delay", "0"]  # or a replica waits 5 s for others
         self._args += ["--requirepass", password] if password else []
@@ -62,9 +52,8 @@ class RedisProcess:
         self._begin()
         self._wait_for(self.client.ping)
         if self._is_cluster:
-            commands: Any = self.client
-            commands.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            self._wait_for(lambda: b"cluster_state:ok" in commands.execute_command("CLUSTER", "INFO"))
+            self.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            self._wait_for(lambda: b"cluster_state:ok" in self.client.execute_command("CLUSTER", "INFO"))
 
     def _begin(self, *args: str) -> None:
         assert REDIS is not None, REDIS_MISSING
@@ -74,36 +63,26 @@ class RedisProcess:
 
     def restart(self) -> None:
         """Restart with the data that are here. Until `end_loading`, the server loads them, and refuses commands."""
-        commands: Any = self.client
         # While it loads, it looks at commands each time that it has read a kilobyte.
-        commands.mset({f"filling{i}": os.urandom(2048) for i in range(1000)})
-        self._wait_for(lambda: commands.info("persistence")["rdb_bgsave_in_progress"] == 0)  # for a replica
-        commands.save()
+        self.client.mset({f"filling{i}": os.urandom(2048) for i in range(1000)})
+        self._wait_for(lambda: self.client.info("persistence")["rdb_bgsave_in_progress"] == 0)  # for a replica
+        self.client.save()
         self.kill()
         self._begin("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
-        self._wait_for(lambda: commands.info("persistence")["loading"] == 1)
+        self._wait_for(lambda: self.client.info("persistence")["loading"] == 1)
 
     def end_loading(self) -> None:
-        commands: Any = self.client
-        commands.config_set("key-load-delay", 0)
-        self._wait_for(commands.ping)
+        self.client.config_set("key-load-delay", 0)
+        self._wait_for(self.client.ping)
 
     def replicate(self, primary: RedisProcess) -> None:
         """Become a replica of ``primary``, and wait until all its data are here."""
-        commands: Any = self.client
-        commands.execute_command("REPLICAOF", "127.0.0.1", primary.port)
-        self._wait_for(lambda: commands.info("replication")["master_link_status"] == "up")
+        self.client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
+        self._wait_for(lambda: self.client.info("replication")["master_link_status"] == "up")
 
     def promote(self) -> None:
         """Become a primary, with the data that are here."""
-        commands: Any = self.client
-        commands.execute_command("REPLICAOF", "NO", "ONE")
-
-    @property
-    def offset(self) -> int:
-        """How many bytes of writes a primary has sent, and a replica has received."""
-        commands: Any = self.client
-        return int(commands.info("replication")["master_repl_offset"])
+        self.client.execute_command("REPLICAOF", "NO", "ONE")
 
     def _wait_for(self, condition: Any) -> None:
         assert self._process is not None
@@ -126,7 +105,11 @@ class RedisProcess:
 
 def fail_over(primary: RedisProcess, replica: RedisProcess) -> None:
     """Exchange the roles of both servers without losing a write. Both keep running."""
-    replica._wait_for(lambda: replica.offset == primary.offset)
+
+    def sent_and_received() -> set[int]:  # bytes of writes
+        return {each.client.info("replication")["master_repl_offset"] for each in (primary, replica)}
+
+    replica._wait_for(lambda: len(sent_and_received()) == 1)
     replica.promote()
     primary.replicate(replica)
 
@@ -137,14 +120,11 @@ class RedisService(StreamServer):
 
     def __init__(self, target: RedisProcess) -> None:
         super().__init__()
-        self._target = target
+        self.target = target
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
-    def lead_to(self, target: RedisProcess) -> None:
-        self._target = target
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await relay("127.0.0.1", self._target.port, reader, writer)
+        await relay("127.0.0.1", self.target.port, reader, writer)

@@ -2,7 +2,7 @@
 
 In this process, `slow_link` slows every server. To run ``kvfetch serve`` behind a link, from the root of a checkout:
 
-    python -m harness.slow_link GBPS[,GBPS...] serve DIRECTORY ...
+    python -m harness.slow_link GBPS serve DIRECTORY ...
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _CATCH_UP_S = 0.05
 
 
 @contextmanager
-def slow_link(*gbps: float) -> Iterator[None]:
+def slow_link(gbps: float) -> Iterator[None]:
     """Limit what the servers of this process send, each by a `SlowLink` of its own for all of its clients together."""
-    links: dict[web.Application, SlowLink] = defaultdict(lambda: SlowLink(*gbps))
+    links: dict[web.Application, SlowLink] = defaultdict(lambda: SlowLink(gbps))
     look_up = LookupHandler.post
 
     async def send_slowly(
@@ -54,19 +54,13 @@ def slow_link(*gbps: float) -> Iterator[None]:
 
 
 class SlowLink:
-    """Pace bytes like a serial link: pieces leave one after another, in the order in which they came."""
+    """Pace bytes like a serial link of ``gbps``: pieces leave one after another, in the order in which they came."""
 
-    def __init__(self, *gbps: float) -> None:
-        """``gbps``: the speed in 1e9 bits per second. Several values hold for one second each, repeated; not all 0."""
-        assert any(gbps), gbps
-        self._bytes_per_s = [value * 1e9 / 8 for value in gbps]
-        self._began_at: float | None = None  # loop time in seconds
+    def __init__(self, gbps: float) -> None:
+        self._bytes_per_s = gbps * 1e9 / 8
+        # About 2 ms, to share the link fairly. At least one packet.
+        self.piece_bytes = max(1500, min(1 << 20, int(self._bytes_per_s * 0.002)))
         self._free_at = 0.0  # loop time when the link has sent everything
-
-    @property
-    def piece_bytes(self) -> int:
-        """Size of a piece: about 2 ms at the highest speed, to share the link fairly. At least one packet."""
-        return max(1500, min(1 << 20, int(max(self._bytes_per_s) * 0.002)))
 
     async def take(self, num_bytes: int, *, continuing: bool = False) -> None:
         """Wait until the link would have sent these bytes. ``continuing``: they follow others of the same response.
@@ -74,31 +68,13 @@ class SlowLink:
         Idle time earns no credit. A response that was delayed, for example by the event loop, may catch up a little:
         its bytes were ready, and a real link would have sent them.
         """
-        loop = asyncio.get_running_loop()
-        start = max(self._free_at, loop.time() - (_CATCH_UP_S if continuing else 0.0))
-        self._free_at = self._sent_at(start, num_bytes)
-        wait_s = self._free_at - loop.time()
-        if wait_s > _SHORTEST_WAIT_S:
+        now = asyncio.get_running_loop().time()
+        start = max(self._free_at, now - (_CATCH_UP_S if continuing else 0.0))
+        self._free_at = start + num_bytes / self._bytes_per_s
+        if (wait_s := self._free_at - now) > _SHORTEST_WAIT_S:
             await asyncio.sleep(wait_s)
-
-    def _sent_at(self, start: float, num_bytes: float) -> float:
-        """Return the loop time at which the link has sent these bytes if it begins at ``start``."""
-        if len(self._bytes_per_s) == 1:
-            return start + num_bytes / self._bytes_per_s[0]
-        if self._began_at is None:
-            self._began_at = start
-        second = max(0, int(start - self._began_at))
-        while True:
-            rate = self._bytes_per_s[second % len(self._bytes_per_s)]
-            second += 1
-            left_s = self._began_at + second - start
-            if num_bytes <= rate * left_s:
-                return start + num_bytes / rate if rate else start
-            num_bytes -= rate * left_s
-            start += left_s
 
 
 if __name__ == "__main__":
-    speeds = sys.argv.pop(1)
-    with slow_link(*(float(speed) for speed in speeds.split(","))):
+    with slow_link(float(sys.argv.pop(1))):
         main()

@@ -26,18 +26,12 @@ RESTORES = {restores}
 
 class PatchedPages:
     def find_spec(self, name, path=None, target=None):
-        if name != "sgl_kvfetch.plugin.device.pools":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_patch(module):
-            execute(module)
-            module.open_gpu = open_gpu
-
-        spec.loader.exec_module = execute_and_patch
-        return spec
+        if name == "sgl_kvfetch.plugin.device.pools":
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), setattr(module, "open_gpu", open_gpu))
+            return spec
 
 
 def open_gpu(pool):
@@ -121,8 +115,7 @@ def compare_loads() -> None:
         linker._loads[rid] = replace(this, on_end=compare)
         return is_loaded
 
-    patches: list[tuple[Any, str, Any]] = [(Peer, "write", write), (device.KVFetchLinker, "load", load)]
-    for kind, name, ours in patches:
+    for kind, name, ours in ((Peer, "write", write), (device.KVFetchLinker, "load", load)):
         setattr(kind, name, ours)
 
 

@@ -50,31 +50,9 @@ def _importable(*names: str) -> tuple[type, ...]:
     return tuple(type(name, (), {}) for name in names)
 
 
-class PoolHitPolicy(StrEnum):
-    """Which pages of a side pool a hit needs."""
-
-    ALL_PAGES = "all_pages"
-    TRAILING_PAGES = "trailing_pages"
-
-
-class PoolName(StrEnum):
-    """The pools that we know by name."""
-
-    KV = "kv"
-    SWA = "swa"
-    MAMBA = "mamba"
-    INDEXER = "indexer"
-    DRAFT = "draft"
-    DRAFT_INDEXER = "draft_indexer"
-    DRAFT_SWA = "draft_swa"
-
-
-class ComponentType(StrEnum):
-    """What SGLang's radix tree keeps in nodes, as far as device mode knows it."""
-
-    FULL = "full"
-    SWA = "swa"
-    MAMBA = "mamba"
+PoolHitPolicy = StrEnum("PoolHitPolicy", ["ALL_PAGES", "TRAILING_PAGES"])
+PoolName = StrEnum("PoolName", ["KV", "SWA", "MAMBA", "INDEXER", "DRAFT", "DRAFT_INDEXER", "DRAFT_SWA"])
+ComponentType = StrEnum("ComponentType", ["FULL", "SWA", "MAMBA"])
 
 
 class LayerWiseLoadCounter:
@@ -122,15 +100,6 @@ _MODULES: dict[str, tuple[type, ...]] = {
 }
 
 
-def install_if_missing() -> bool:
-    """Make the stand-ins importable as SGLang's classes, unless SGLang can be imported. Return whether this was
-    done."""
-    if importlib.util.find_spec("sglang") is not None:
-        return False
-    install()
-    return True
-
-
 def install() -> None:
     """Make the stand-ins importable as SGLang's classes. Nothing of SGLang can be imported afterwards, and nothing may
     have been before."""
@@ -141,6 +110,14 @@ def install() -> None:
             name = ".".join(parts[:length])
             sys.modules.setdefault(name, module_from_spec(ModuleSpec(name, None, is_package=True)))
         vars(sys.modules[module]).update({each.__name__: each for each in classes})
+
+
+def install_if_missing() -> bool:
+    """Do that unless SGLang can be imported. Return whether it was done."""
+    is_missing = importlib.util.find_spec("sglang") is None
+    if is_missing:
+        install()
+    return is_missing
 
 
 def make_pool(geometry: KVGeometry, num_tokens: int, device: str = "cpu") -> Any:

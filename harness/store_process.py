@@ -32,18 +32,14 @@ class StoreProcess:
         port: int | None = None,
         extra_args: Sequence[str] = (),
         ca_file: Path | None = None,
-        link_gbps: Sequence[float] = (),
+        link_gbps: float | None = None,
         command: Sequence[str] = (),
         config: Mapping[str, float] | None = None,
     ) -> None:
-        """Prepare a store; entering the context starts it.
-
-        ``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``link_gbps``: put the
-        store behind a `SlowLink` of this speed. ``command``: how to run ``kvfetch``; by default this Python runs it.
-        ``config``: fields of `ServerConfig` that the command line does not have.
-        """
-        speeds = ",".join(f"{gbps:.6f}" for gbps in link_gbps)
-        module = ["harness.slow_link", speeds] if speeds else ["sgl_kvfetch.tools"]
+        """``ca_file``: the CA of the certificate in ``extra_args``, if the store is to speak TLS. ``link_gbps``: put
+        the store behind a `SlowLink` of this speed. ``command``: how to run ``kvfetch``; by default this Python runs
+        it. ``config``: fields of `ServerConfig` that the command line does not have."""
+        module = ["sgl_kvfetch.tools"] if link_gbps is None else ["harness.slow_link", f"{link_gbps:.6f}"]
         if config is not None:
             module = ["harness.serve_with", json.dumps(config)]
         command = command or (sys.executable, "-X", "faulthandler", "-m", *module)
@@ -72,21 +68,17 @@ class StoreProcess:
         assert self._process is not None, "not started"
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the started process has ended by itself."""
-        return self._process is not None and self._process.poll() is not None
-
     def start(self) -> None:
         """Start the store and wait until it answers.
 
         Raises RuntimeError, with its log, if it does not: with its threads' stacks, too, if it hangs.
         """
-        self.launch()
-        assert self._process is not None
+        assert self._process is None, "already started"
+        files = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+        self._process = start_child(self._args, **files)
         last_error: OSError | None = None
         for _ in polls(poll_s=0.05):
-            if self.has_ended:
+            if self._process.poll() is not None:
                 break
             try:
                 urllib.request.urlopen(f"{self.url}/healthz", timeout=5, context=self._tls).close()
@@ -108,11 +100,6 @@ class StoreProcess:
         how = f"no answer in {WAIT_S:g} s, {last_error}" if hangs else f"it ended with code {process.returncode}"
         raise RuntimeError(f"the store did not start: {how}\n{said}")
 
-    def launch(self) -> None:
-        """Start the store's process without waiting until it answers."""
-        assert self._process is None, "already started"
-        self._process = start_child(self._args, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
-
     def log(self) -> str:
         """Return all that the store has printed so far."""
         size = os.fstat(self._log.fileno()).st_size
@@ -121,7 +108,7 @@ class StoreProcess:
     def kill(self) -> None:
         """Kill the store, as a crash would."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
         self._process = None
 

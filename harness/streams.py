@@ -1,4 +1,4 @@
-"""Servers of plain connections that stand between a client and a server, for tests."""
+"""Servers of plain connections that stand between a client and a server."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from harness.engine import other_models
-from harness.models import TinyLlama, make_tiny_llama
+from harness.models import make_tiny_llama
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, running_s3_server
 from harness.small_segments import make_segment, page_hashes, put_segment
@@ -76,8 +76,9 @@ def test_what_a_store_would_do_for_a_log(tiny_llama: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_servers_find_the_profile_that_was_calibrated(tmp_path: Path) -> None:
-    shape = TinyLlama(128, 32, 32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32)
-    model, prompts = make_tiny_llama(tmp_path / "model", shape), tmp_path / "prompts.jsonl"
+    shape = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "head_dim": 32}
+    model = make_tiny_llama(tmp_path / "model", **shape, num_layers=1, num_heads=1, num_kv_heads=1)
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": " ".join(f"w{3 + place * place % 101}" for place in range(2000))}) + "\n")
     few = ("--windows", "4", "--context", "64", "--continuation", "32")
     with StoreProcess(tmp_path / "store") as store:

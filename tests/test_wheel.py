@@ -114,7 +114,7 @@ def test_an_index_would_take_them(wheel: Path, sources: Path) -> None:
 
 
 def test_light_extras_bring_no_torch(wheel: Path) -> None:
-    """By what the installed packages say that they need. scripts/check_release asks the index, for each extra."""
+    """By what the installed packages say that they need."""
     with zipfile.ZipFile(wheel) as files:
         (path,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
         ours = files.read(path).decode()

@@ -278,7 +278,7 @@ def _behind_link(store: StoreProcess, gbps: float) -> Iterator[None]:
         yield
         return
     store.stop()
-    with StoreProcess(store.directory, port=store.port, link_gbps=(gbps,)):
+    with StoreProcess(store.directory, port=store.port, link_gbps=gbps):
         yield
     store.start()
 

@@ -18,7 +18,7 @@ import torch
 
 from harness.engine import Generation, SGLangServer, device_args, hicache_args, other_models
 from harness.metrics import wait_until_written
-from harness.models import TinyLlama, make_tiny, make_tiny_llama
+from harness.models import make_tiny, make_tiny_llama
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, from_storage, make_prompt
 from tests.e2e.test_draft_model import DRAFT_TOKENS, answer_of, speculating
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("
 
 SIZE = 128
 _READ, _WRITTEN = slice(SIZE // 2), slice(SIZE // 2, None)
-SHAPE = TinyLlama(hidden_size=SIZE, intermediate_size=128, num_layers=3, num_heads=2)
+SHAPE = {"vocab_size": 2048, "hidden_size": SIZE, "intermediate_size": 128, "num_layers": 3, "num_heads": 2}
 NUM_TOKENS = 8 * PAGE_SIZE
 _LAYER = "model.layers.0."
 
@@ -42,7 +42,7 @@ def make(directory: Path, algorithm: str, *, is_blank: bool) -> tuple[Path, Path
         flags = {"num_attention_heads": 2, "num_hidden_layers": 1, "tie_word_embeddings": False}
         make_tiny(model, "qwen2", flags | {"pad_token_id": None})  # the embedding of such a token is zero
     else:
-        make_tiny_llama(model, SHAPE)
+        make_tiny_llama(model, **SHAPE)
     weights = load_file(model / "model.safetensors")
     embeddings = weights["model.embed_tokens.weight"]
     embeddings[:, _WRITTEN] = 0
@@ -86,7 +86,7 @@ def make(directory: Path, algorithm: str, *, is_blank: bool) -> tuple[Path, Path
             "lm_head.weight": weights["lm_head.weight"],
         }
         captured = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": SHAPE.vocab_size}
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": SHAPE["vocab_size"]}
         config |= {"norm_output": True, "eagle_config": captured}
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps(config))

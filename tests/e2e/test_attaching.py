@@ -58,7 +58,8 @@ def test_attached_at_run_time_and_read_by_another_server_until_its_weights_chang
         detach(server)
 
     # A server of its own, since its weights are changed, with flags that change no values.
-    args = hicache_args(store.url, layout="page_first", io_backend="kernel")
+    layout = "--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"
+    args = [*hicache_args(store.url), *layout]
     args += ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
     args += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
     with SGLangServer(model, extra_args=args, admin_api_key="admin") as server:

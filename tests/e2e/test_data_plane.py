@@ -34,12 +34,12 @@ BACK_S = float(os.environ.get("KVFETCH_BACK_S", str(WAIT_S)))  # on an idle mach
 WORKERS = 4
 NUM_KILLS = int(os.environ.get("KVFETCH_NODE_KILLS", "10"))  # of a node's store
 TOKENS = 640
-LINK_GBPS = [0.1]
+LINK_GBPS = 0.1
 
 
 @pytest.fixture(scope="module")
 def store_url(filled: Path) -> Iterator[str]:
-    with StoreProcess(filled, link_gbps=[0.05]) as store:
+    with StoreProcess(filled, link_gbps=0.05) as store:
         yield store.url
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
-from harness.models import TinyLlama, make_tiny_llama
+from harness.models import make_tiny_llama
 from harness.stand_in_gpu import on_the_gpu_path
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, from_storage
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-SHAPE = TinyLlama(hidden_size=128, intermediate_size=256, num_layers=2, num_heads=2)
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 2}
 PROMPT = list(range(3, 67))
 DRAFT_TOKENS = 4
 
@@ -53,8 +53,8 @@ def ask(server: SGLangServer) -> tuple[Generation, float]:
 
 @pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
 def test_a_draft_model_goes_on_from_what_it_stored(mode: str, tmp_path: Path, store: StoreProcess) -> None:
-    model, draft = (make_tiny_llama(tmp_path / name, SHAPE) for name in ("model", "draft"))
-    other_draft = make_tiny_llama(tmp_path / "other", SHAPE, seed=1)
+    model, draft = (make_tiny_llama(tmp_path / name, **SHAPE) for name in ("model", "draft"))
+    other_draft = make_tiny_llama(tmp_path / "other", **SHAPE, seed=1)
     with serve(mode, model, draft, store) as server:
         computed, accepted = ask(server)
         assert from_storage(computed) == 0

@@ -174,7 +174,7 @@ async def test_a_dead_index_costs_nothing_but_round_trips(s3: S3Server, caplog: 
 
 async def test_a_hanging_index_is_given_up_in_time(s3: S3Server, index: RedisProcess) -> None:
     async with FaultyProxy("127.0.0.1", index.port) as proxy:
-        proxy.cut()
+        await proxy.set(Fault("silent"))
         options = IndexOptions(f"redis://127.0.0.1:{proxy.port}", timeout_s=0.1)
         store = IndexedS3Store(URL, options, config=s3.config)
         async with asyncio.timeout(WAIT_S):

@@ -273,7 +273,7 @@ async def test_the_index_is_done_without_while_its_address_leads_to_a_replica(
     assert {error.reason for error in pair.failures} == {"server"}
     (record,) = caplog.records
     assert "is used without it" in record.message
-    pair.service.lead_to(pair.replica)
+    pair.service.target = pair.replica
     assert await num_gets((0, 16)) == 1
 
 
@@ -309,7 +309,7 @@ async def test_calls_follow_a_failover(pair: Pair, is_read: bool) -> None:
     if is_read:
         pair.primary.client.config_set("replica-serve-stale-data", "no")
         pair.primary.client.execute_command("REPLICAOF", "127.0.0.1", free_port())
-    pair.service.lead_to(pair.replica)
+    pair.service.target = pair.replica
     for _ in range(3):
         assert await asyncio.gather(*(call() for _ in range(20))) == [[5.0] if is_read else entries(0, 16)] * 20
     assert not pair.failures
@@ -323,7 +323,7 @@ async def test_after_a_failure_no_connection_is_kept(pair: Pair) -> None:
     pair.primary.client.config_set("maxmemory", 1)
     with failing("full", "'maxmemory'"):
         await pair.index.add(SEGMENT.manifest)
-    pair.service.lead_to(pair.replica)
+    pair.service.target = pair.replica
     await pair.index.add(SEGMENT.manifest)
     assert await pair.index.find(FOLDER, CHAIN) == entries(0, 16)
     assert pair.replica.client.dbsize() == 16

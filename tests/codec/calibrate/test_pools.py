@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from harness.models import OTHER_FAMILIES, OTHER_IMAGE_TEXT, make_other_image_text, make_tiny
+from harness.models import OTHER_FAMILIES, OTHER_IMAGE_TEXT, make_tiny, make_tiny_image_text
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import WINDOWS_APART, LayeredModel, keeps_nothing, pool_of_keys
 from sgl_kvfetch.codec.quant.layer_map import Pool
@@ -52,7 +52,7 @@ def test_the_map_of_a_model_has_sglangs_layers(family: str, tmp_path: Path, monk
     if family in OTHER_FAMILIES:
         make_tiny(path, family, OTHER_FAMILIES[family])
     else:
-        make_other_image_text(path, family)
+        make_tiny_image_text(path, family)
     model = LayeredModel(str(path))
     layers, notes = map_layers(model)
     assert not notes

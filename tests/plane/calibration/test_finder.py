@@ -16,7 +16,7 @@ from unittest.mock import DEFAULT, AsyncMock
 import msgspec
 import pytest
 
-from harness.models import TinyLlama, make_tiny_llama
+from harness.models import make_tiny_llama
 from harness.serving import serving
 from harness.waiting import until
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
@@ -52,8 +52,8 @@ def of_model(folder: Path, weights: str) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("m")
-    shape = TinyLlama(num_layers=1, hidden_size=64, head_dim=32, vocab_size=128, max_position_embeddings=WINDOW)
-    return make_tiny_llama(folder, shape)
+    shape = {"num_layers": 1, "hidden_size": 64, "head_dim": 32, "vocab_size": 128}
+    return make_tiny_llama(folder, **shape, max_position_embeddings=WINDOW)
 
 
 @pytest.fixture(autouse=True)
