@@ -29,8 +29,6 @@ def decode(kernel: Kernel, instruction: Instruction) -> Act | None:
             return lambda block, mask: block.shared.wait_copies(num_left)
         case "cp":
             return _copy(kernel, instruction)
-        case "red" | "atom" if op[-2] == "add":
-            return _add(kernel, instruction)
         case "bar" if op[1] == "sync":
             return lambda block, mask: block.shared.barrier()
         case "bar" | "fence" | "membar":  # of a warp, which is in lock-step anyway, or of orders that are not modelled
@@ -109,19 +107,5 @@ def _copy(kernel: Kernel, instruction: Instruction) -> Act:
         if is_taken.any():
             data[is_taken] = block.memory.load(source(block)[which][is_taken], size, block.threads[which][is_taken])
         block.shared.copy(block.shared.places(to(block)[which], size), data, kernel.warps[which])
-
-    return act
-
-
-def _add(kernel: Kernel, instruction: Instruction) -> Act:
-    """``red`` and ``atom``, whose result no kernel uses."""
-    at = 1 if instruction.op[0] == "atom" else 0
-    address = kernel.address_reader(instruction.operands[at], 64)
-    values = kernel.reader(instruction.operands[at + 1], width_of(instruction.op[-1]))
-
-    def act(block: Block, mask: Values) -> None:
-        which = np.flatnonzero(mask)
-        if len(which):
-            block.memory.add_atomically(address(block)[which], values(block)[which])
 
     return act

@@ -75,8 +75,8 @@ def decode(kernel: Kernel, instruction: Instruction) -> Compute:
             return _reduce(op[2], kernel.typed_reader(operands[0], kind))
         case "shfl":
             return _shuffle(kernel, op[2], *(kernel.reader(each, 32) for each in operands[:2]))
-    if kind in ("bf16x2", "s16x2"):
-        return _pairs(op[0], kind, *(kernel.reader(each, 32) for each in operands))
+    if kind == "bf16x2":
+        return _pairs(op[0], *(kernel.reader(each, 32) for each in operands))
     inputs = [kernel.typed_reader(each, kind) for each in operands]
     functions: tuple[dict[str, Callable[..., Values]], ...] = (_UNARY, _FLOAT_BINARY if kind == "f32" else _BINARY)
     function = functions[len(inputs) - 1].get(op[0]) if len(inputs) <= 2 else None
@@ -103,17 +103,15 @@ def _convert(kernel: Kernel, op: tuple[str, ...], operands: tuple[str, ...]) -> 
     to, of = op[-2:]
     if to in ("bf16", "f16", "bf16x2", "f16x2"):
         assert of == "f32", op
-        half = bfloat_of_float if to.startswith("bf16") else _half_of_float
+        half = bfloat_of_float if to.startswith("bf16") else lambda x: x.astype(np.float16).view(np.uint16)
         *uppers, low = (kernel.typed_reader(each, "f32") for each in operands)  # the first is the upper half
         if not uppers:
             return lambda block: half(low(block))
         return lambda block: joined(half(low(block)), half(uppers[0](block)))
-    if of in ("bf16", "f16"):
+    if of == "bf16":
         bits = kernel.reader(operands[0], 16)
         assert to == "f32", op
-        if of == "bf16":
-            return lambda block: float_of_bfloat(bits(block))
-        return lambda block: bits(block).view(np.float16).astype(np.float32)
+        return lambda block: float_of_bfloat(bits(block))
     source = kernel.typed_reader(operands[0], of)
     if to == "f32":
         return lambda block: source(block).astype(np.float32)
@@ -127,10 +125,6 @@ def _convert(kernel: Kernel, op: tuple[str, ...], operands: tuple[str, ...]) -> 
         return np.clip(numbers, limits.min, limits.max).astype(target)
 
     return to_integer
-
-
-def _half_of_float(x: Values) -> Values:
-    return x.astype(np.float16).view(np.uint16)
 
 
 def _compare(op: tuple[str, ...], x: Compute, y: Compute) -> Compute:
@@ -237,7 +231,7 @@ def _permute(low: Compute, high: Compute, selector: Compute) -> Compute:
 
 def _reduce(name: str, value: Compute) -> Compute:
     """``redux``: the same for all threads of a warp."""
-    reduce = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[name].reduce
+    reduce = _BINARY[name].reduce  # type: ignore[attr-defined]
 
     def reduced(block: Block) -> Values:
         x = value(block)
@@ -261,13 +255,10 @@ def _shuffle(kernel: Kernel, mode: str, value: Compute, lane: Compute) -> Comput
     return shuffled
 
 
-def _pairs(name: str, kind: str, x: Compute, y: Compute) -> Compute:
+def _pairs(name: str, x: Compute, y: Compute) -> Compute:
     """Compute with both halves of registers, each by itself."""
-    compute = _BINARY[name]
 
     def of_half(a: Values, b: Values) -> Values:
-        if kind == "s16x2":
-            return compute(a, b)
-        return bfloat_of_float(compute(float_of_bfloat(a), float_of_bfloat(b)))
+        return bfloat_of_float(_BINARY[name](float_of_bfloat(a), float_of_bfloat(b)))
 
     return lambda block: joined(*map(of_half, halves_of(x(block)), halves_of(y(block))))

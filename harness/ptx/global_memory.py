@@ -73,13 +73,6 @@ class GlobalMemory:
                 raise Fault(f"two threads store different values at one place of {region.name}")
             region.writers[offsets] = own
 
-    def add_atomically(self, addresses: Values, values: Values) -> None:
-        """Add a number for each access."""
-        for region, which, offsets in self._places(addresses, values.dtype.itemsize, "atomic"):
-            for place, value in zip(offsets, values[which], strict=True):
-                word = region.content[place[0] : place[-1] + 1].view(values.dtype)
-                word += value
-
     def _places(self, addresses: Values, size: int, what: str) -> list[tuple[_Region, Values, Values]]:
         """Return for each region which accesses lie in it, and their bytes' offsets, ``(accesses, size)``."""
         index = np.searchsorted(self._begins, addresses, side="right").astype(np.int64) - 1
@@ -96,8 +89,5 @@ class GlobalMemory:
         return found
 
     def _nearest(self, address: int) -> str:
-        def distance(region: _Region) -> int:
-            return min(abs(address - region.begin), abs(address - region.begin - region.size))
-
-        region = min(self._regions, key=distance)
+        region = min(self._regions, key=lambda x: min(abs(address - x.begin), abs(address - x.begin - x.size)))
         return f"outside all tensors: {address - region.begin} from the first of {region.size} bytes of {region.name}"

@@ -188,6 +188,5 @@ def _columns(descriptor: int, num_cols: int, *, is_transposed: bool) -> Values:
     return places
 
 
-def _floats(bits: Values) -> tuple[Values, Values]:
-    low, high = halves_of(bits)
-    return float_of_bfloat(low), float_of_bfloat(high)
+def _floats(bits: Values) -> list[Values]:
+    return [float_of_bfloat(half) for half in halves_of(bits)]

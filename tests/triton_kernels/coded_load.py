@@ -1,6 +1,6 @@
 """A coded prompt that is loaded into a pool on the CPU: what is launched is what `GpuLoader` launches.
 
-For processes of their own: the pool's class is a stand-in, since SGLang takes seconds to import and need not run with
+For a process of its own: the pool's class is a stand-in, since SGLang takes seconds to import and need not run with
 every Triton.
 """
 
@@ -23,50 +23,36 @@ from sgl_kvfetch.codec.container.segment import CodedSegment  # noqa: E402
 from sgl_kvfetch.codec.quant.base import Quantiser  # noqa: E402
 from sgl_kvfetch.plugin.device.gpu_loads import CodedLoad  # noqa: E402
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory  # noqa: E402
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName  # noqa: E402
-from tests.segments import make_segment, make_values, there_and_back  # noqa: E402
+from sgl_kvfetch.types import KVGeometry  # noqa: E402
+from tests.segments import make_segment  # noqa: E402
 
 
 class CodedPrompt:
-    """Segments of one span each, one after another. ``values``: what a load has to put into the pool, up to the order
-    of sums. ``codec``: of the first segment; the others are in `ans`."""
+    """Segments of one span each in `ans`, one after another."""
 
-    def __init__(
-        self,
-        quantiser: Quantiser,
-        geometry: KVGeometry,
-        segment_pages: Sequence[int],
-        values: dict[TensorName, torch.Tensor] | None = None,
-        codec: str = "ans",
-    ) -> None:
-        values = make_values(geometry, sum(segment_pages)) if values is None else values
-        self.values = there_and_back(quantiser, values)
+    def __init__(self, quantiser: Quantiser, geometry: KVGeometry, segment_pages: Sequence[int]) -> None:
         segments: list[CodedSegment] = []
         first_page = 0
         for num_pages in segment_pages:
-            tokens = slice(first_page * geometry.page_size, (first_page + num_pages) * geometry.page_size)
             segment, _ = make_segment(
                 geometry,
                 num_pages,
                 quantiser=quantiser,
-                codec="ans" if segments else codec,
-                resolution=resolution_for("ans" if segments else codec, "240p"),
+                codec="ans",
+                resolution=resolution_for("ans", "240p"),
                 first_page=first_page,
                 span_pages=num_pages,
-                values={tensor: x[tokens] for tensor, x in values.items()},
             )
             segments.append(segment)
             first_page += num_pages
         self._staged = stage_coded(segments, quantiser)
-        pool = stand_in_pool.make_pool(geometry, 2 * len(values["k"]))
-        self.buffers = dict(zip(TENSORS, (pool.k_buffer, pool.v_buffer), strict=True))
+        pool = stand_in_pool.make_pool(geometry, 2 * first_page * geometry.page_size)
         self._pages = CudaPages(pool, geometry.page_size, ImmediateDevice(), ImmediateStream())
         manifest = segments[0].manifest
         self._pages.prepare(quantiser, [cell_place(manifest, cell) for cell in manifest.span_cells(0)])
 
-    def load(self, slots: torch.Tensor, first_page: int, scratch_bytes: int) -> tuple[int, int]:
-        """Load the pages from ``first_page`` on. Return the number of parts, and that of cells that were decoded
-        wrongly."""
+    def load(self, slots: torch.Tensor, first_page: int, scratch_bytes: int) -> None:
+        """Load the pages from ``first_page`` on."""
         device = self._pages.device
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
         staged = self._staged.of_pages(range(first_page, self._staged.num_pages), self._pages.geometry.page_size)
@@ -81,4 +67,3 @@ class CodedPrompt:
                 for work in itertools.chain(works.copies, works.decodes, works.restores, works.checks):
                     work()
         coded.fetch_results()
-        return len(coded._parts), coded.num_wrong()

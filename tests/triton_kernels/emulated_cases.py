@@ -13,10 +13,10 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,14 +26,11 @@ from harness.ptx.values import Fault
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
-from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.triton_kernels import restore_klt as restore_klt_module
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
-from sgl_kvfetch.types import KVGeometry
 from tests.codec.bitstream.test_ans import coefficients
-from tests.codec.quant.profiles import make_profile, place_of, values_of
+from tests.codec.quant.profiles import place_of, values_of
 from tests.triton_kernels import (
     test_ans_kernel as decoding,
     test_quantise_klt_kernel as quantising,
@@ -43,9 +40,6 @@ from tests.triton_kernels import (
 from tests.triton_kernels.cases import NUM_SLOTS
 from tests.triton_kernels.emulation import Emulator
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
-
-if TYPE_CHECKING:  # it puts stand-ins in the place of SGLang
-    from tests.triton_kernels.coded_load import CodedPrompt
 
 KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, exact=(0, 32))
 
@@ -128,55 +122,6 @@ def quantise_klt() -> None:
             quantising.assert_as_the_quantiser(quantiser, CellValues(*(x.to(dtype) for x in values)), place)
 
 
-def loaded_in_parts(prompt: CodedPrompt, scratch_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Load a prompt of 12 pages of 4 tokens without its first page, in more than two parts, into scattered slots. Yield
-    each buffer, and what it should hold: NaN where nothing is loaded."""
-    buffers = [(x, prompt.values[t][4:, i]) for t, layers in prompt.buffers.items() for i, x in enumerate(layers)]
-    for buffer, _ in buffers:
-        buffer.fill_(torch.nan)
-    slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
-    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=scratch_bytes)
-    assert num_parts > 2
-    assert not num_wrong
-    for buffer, expected in buffers:
-        whole = torch.full_like(buffer, torch.nan)
-        whole[slots] = expected
-        yield buffer, whole
-
-
-def load_of_a_coded_prompt() -> None:
-    """In parts, of two layer groups and two spans, with tokens that are kept exact, and without its first page. Its
-    first span is staged as integers."""
-    from tests.triton_kernels.coded_load import CodedPrompt  # puts stand-ins in the place of SGLang
-
-    ropes = tuple(Rope(inv_freq=tuple(base ** (-i / 8) for i in range(8))) for base in (100.0, 20.0))
-    layers = LayerMap(layers=(ModelLayer(rotation=0), ModelLayer(rotation=1), ModelLayer()), rotations=ropes)
-    profile = make_profile(num_heads=2, cell_layers=2, cell_heads=1, layers=layers, num_sinks=6)
-    values = values_of(profile, 48)
-    values.v[33, 1] *= 1e6
-    with patch.multiple(klt, _HAS_BFLOAT16=False, _HAS_INTEGERS=False):  # these products round more than one in float32
-        prompt = CodedPrompt(
-            KltQuantiser(profile, step=0.25),
-            KVGeometry(3, 2, 16, 16, page_size=4, dtype="bfloat16"),
-            segment_pages=(8, 4),
-            codec="zstd",
-            values={"k": values.k.bfloat16(), "v": values.v.bfloat16()},
-        )
-    for buffer, whole in loaded_in_parts(prompt, scratch_bytes=6 << 10):
-        torch.testing.assert_close(buffer, whole, rtol=2.0**-7, atol=1e-5, equal_nan=True)
-
-
-def load_of_an_exact_prompt() -> None:
-    """In parts, of two layer groups, of which the last has one layer, and two spans, without its first page. Its first
-    span is staged as integers."""
-    from tests.triton_kernels.coded_load import CodedPrompt
-
-    geometry = KVGeometry(4, 2, 16, 16, page_size=4, dtype="bfloat16")
-    prompt = CodedPrompt(make_quantiser("exact"), geometry, segment_pages=(8, 4), codec="zstd")
-    for buffer, whole in loaded_in_parts(prompt, scratch_bytes=32 << 10):
-        assert torch.equal(buffer.view(torch.int16), whole.view(torch.int16))
-
-
 def slots_beyond_the_buffers(emulator: Emulator) -> None:
     span = restoring_klt.Span(KLT)
     span.slots[5] = NUM_SLOTS
@@ -230,8 +175,6 @@ CASES: dict[str, Callable[[], None]] = {
         restore_klt_slots_anywhere,
         restore_klt_options,
         quantise_klt,
-        load_of_a_coded_prompt,
-        load_of_an_exact_prompt,
     )
 }
 

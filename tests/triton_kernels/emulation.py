@@ -18,6 +18,9 @@ from harness.ptx.block import Kernel
 from harness.ptx.global_memory import GlobalMemory
 from tests.triton_kernels.cases import replaced_kernels
 
+# For kernels without machine code. Read once: who sets a knob changes the environment.
+_CACHE = f"{triton.knobs.cache.dir}/ptx"
+
 
 class Addressed(TorchFunctionMode):
     """Notes tensors whose address was asked for: kernels may reach them through tables."""
@@ -58,18 +61,17 @@ class Emulator:
 
 @contextmanager
 def _without_machine_code() -> Iterator[None]:
-    """Have Triton compile as far as PTX. `ptxas` takes longer than all before it, and `test_compiled_kernels` runs it.
-    A cache of their own keeps such kernels from those who need the whole."""
-    knobs = triton.knobs
+    """Have Triton compile as far as PTX. `ptxas` takes longer than all before, and `test_compiled_kernels` runs it."""
 
     def leave_out(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str]:
         if stages is not None:
             stages["cubin"] = lambda ptx, metadata: b""
         return "", ""  # without arguments, newer Tritons ask for a part of the cache's key
 
+    knobs = triton.knobs
     with (
         patch.object(knobs.runtime, "add_stages_inspection_hook", leave_out),
-        patch.object(knobs.cache, "dir", f"{knobs.cache.dir}/ptx"),
+        patch.object(knobs.cache, "dir", _CACHE),
     ):
         yield
 

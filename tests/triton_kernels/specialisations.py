@@ -1,7 +1,6 @@
-"""Prints, as JSON, how many specialisations of each kernel Triton would compile for what a server launches in a day,
-and which kernels a load launches in a form that `benchmarks.compiled_kernels` does not compile.
+"""Prints, as JSON, how many specialisations of each kernel Triton would compile for what a server launches in a day.
 
-`test_specialisations` runs it, without Triton's interpreter. Nothing is compiled: each launch asks Triton for the key
+`test_compiled_kernels` runs it, without Triton's interpreter. Nothing is compiled: each launch asks Triton for the key
 under which it would look for compiled code.
 """
 
@@ -17,8 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from benchmarks.compiled_kernels.recorder import Recorder
-from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -99,39 +96,10 @@ def load_prompts() -> None:
                 prompt.load(SLOTS[first:][: (num_pages - first_page) * page_size], first_page, scratch_bytes)
 
 
-class Sources(Recorder):
-    """Replaces a kernel, and collects what its launches would compile."""
-
-    def __init__(self, kernel: Any) -> None:
-        super().__init__(kernel)
-        self.found: set[str] = set()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        super().__call__(*args, **kwargs)
-        assert self.source is not None
-        self.found.add(self.source.hash())
-
-
-def load_without_variant() -> list[str]:
-    """Load a prompt of a model like Llama-3.1-8B. Return the kernels whose launches are none of the variants."""
-    places = "ans_decode_kernel", "decoding_tables_kernel", "xxh3_kernel", "restore_klt_kernel", "restore_exact_kernel"
-    variants = [variant.record().source for variant in all_variants() if variant.kernel in places]
-    compiled = {source.hash() for source in variants if source is not None}
-    quantisers, geometry = (KltQuantiser(make_profile(128), step=1.0), make_quantiser("exact")), (3, 8, 128, 128, 16)
-    prompts = [CodedPrompt(quantiser, KVGeometry(*geometry, "bfloat16"), [2]) for quantiser in quantisers]
-    with replaced_kernels(Sources) as sources:
-        for prompt in prompts:
-            prompt.load(SLOTS[:32], 0, 4 << 20)
-    assert all(sources[name].found for name in places)
-    return [name for name in places if not sources[name].found <= compiled]
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    without_variant = load_without_variant()
     with replaced_kernels(Keys) as kernels:
         quantise_prompts()
         decode_long_chunks()
         load_prompts()
-    numbers = {name: len(kernel.found) for name, kernel in kernels.items()}
-    print(json.dumps({"specialisations": numbers, "without variant": without_variant}))
+    print(json.dumps({name: len(kernel.found) for name, kernel in kernels.items()}))

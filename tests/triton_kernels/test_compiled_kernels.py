@@ -1,4 +1,5 @@
-"""The kernels as machine code, and the package without Triton. Each in a process of its own: this one interprets."""
+"""The kernels as machine code, how often a server compiles them, and the package without Triton. Each in a process of
+its own: this one interprets."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.triton_kernels.tritons import run_python
+from tests.triton_kernels.conftest import run_python
 
 pytestmark = pytest.mark.process
 
@@ -65,6 +66,25 @@ def check(kind: str, facts: dict[str, Any], target: str) -> None:
 
 def test_every_kernel_compiles() -> None:
     check_all(facts_of(TARGET), TARGET)
+
+
+KERNELS = {
+    "ans_decode_kernel": 2,  # for `ans`, and for `ans-tables`
+    "centre_kernel": 2,  # for K, whose rotation it undoes, and for V
+    "decoding_tables_kernel": 1,
+    "exact_tokens_kernel": 1,
+    "restore_exact_kernel": 1,
+    "restore_klt_kernel": 2,  # for eight neighbouring tokens at once, and for segments of fewer
+    "round_kernel": 1,
+    "xxh3_kernel": 1,
+}
+
+
+@pytest.mark.parametrize("is_oldest", [False, True], ids=["newest", "oldest"])
+def test_a_day_of_launches_compiles_each_kernel_once(is_oldest: bool, request: pytest.FixtureRequest) -> None:
+    """Whatever the numbers of tokens, cells and layers, and wherever slots begin."""
+    triton: Path | None = request.getfixturevalue("oldest_triton") if is_oldest else None
+    assert json.loads(run_python("-m", "tests.triton_kernels.specialisations", triton=triton)) == KERNELS
 
 
 REFERENCES = """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.triton_kernels import emulated_cases
-from tests.triton_kernels.test_specialisations import KERNELS
-from tests.triton_kernels.tritons import run_python
+from tests.triton_kernels.conftest import run_python
+from tests.triton_kernels.test_compiled_kernels import KERNELS
 
 TARGETS = ("sm_80", "sm_89", "sm_90")  # `mma.sync`, and `wgmma`
 NAMES = [*emulated_cases.CASES, *emulated_cases.CONTROLS]

@@ -11,7 +11,7 @@ import torch
 
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
-from sgl_kvfetch.codec.quant.klt import EXACT, KltForward, KltQuantiser
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.rope import Rope
@@ -177,34 +177,30 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     quantiser = KltQuantiser(profile_of(plain_layers(4)), step=2.0)
     forward = quantiser.forward(place_of(quantiser.profile, (0, 0), 5))
     k, v = (make_buffers(Shape(5, 3, 2, dim), torch.float32) for dim in (16, 24))
-
-    def refused(message: str, forward: KltForward, *sides: list[torch.Tensor]) -> None:
+    for message, wrong, *sides in (
+        ("240 channels, expected 288", forward, k, [*v, v[0]]),
+        ("matrix", forward._replace(matrix=forward.matrix[1:]), k, v),
+        ("3 layers, expected 2", forward._replace(turns=(0, 0)), k, v),
+        ("no buffers, expected one a layer", forward, [], v),
+        (r"buffers differ: .*\(1024, 2, 16\).*\(1023, 2, 16\)", forward, [*k[:2], k[2][1:]], v),
+        ("expected the last to be 1", forward, [x.mT for x in k], v),
+    ):
         with pytest.raises(ValueError, match=message):
-            KltCells([KltInput(forward, *sides)], there)
-
-    refused("240 channels, expected 288", forward, k, [*v, v[0]])
-    refused("matrix", forward._replace(matrix=forward.matrix[1:]), k, v)
-    refused("3 layers, expected 2", forward._replace(turns=(0, 0)), k, v)
-    refused("no buffers, expected one a layer", forward, [], v)
-    refused(r"buffers differ: .*\(1024, 2, 16\).*\(1023, 2, 16\)", forward, [*k[:2], k[2][1:]], v)
-    refused("expected the last to be 1", forward, [x.mT for x in k], v)
+            KltCells([KltInput(wrong, *sides)], there)
     with pytest.raises(UnsupportedError, match=r"have no torch\.float64"):
         KltCells([KltInput(forward, [x.double() for x in k], v)], there)
 
     cells, slots = KltCells([KltInput(forward, k, v)], there), scattered_slots(5)
-    output = torch.empty((cells.output_rows, 5), dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match="rotation"):
-        cells.quantise(slots, torch.zeros((1, 4, 6), device=DEVICE), 0, output)
-    with pytest.raises(ValueError, match="rotation of 18 of 16 values"):
-        cells.quantise(slots, torch.zeros((1, 5, 18), device=DEVICE), 0, output)
     mixed = KltCells([KltInput(forward._replace(turns=(0, 1, 0)), k, v)], there)
-    with pytest.raises(ValueError, match="1 rotations, expected 2 or more"):
-        mixed.quantise(slots, torch.zeros((1, 5, 6), device=DEVICE), 0, output)
-    with pytest.raises(ValueError, match="output"):
-        cells.quantise(slots, None, 0, output[:, 1:])
-    with pytest.raises(ValueError, match="expected int64"):
-        cells.quantise(slots.int(), None, 0, output)
-    if DEVICE.type == "cpu":
-        with pytest.raises(ValueError, match=r"slot 1024 is outside a buffer of shape \(1024, 2, 16\)"):
-            cells.quantise(torch.arange(1020, 1025), None, 0, output)
+    output, rotations = torch.empty((cells.output_rows, 5), dtype=torch.uint8, device=DEVICE), torch.zeros((1, 5, 18))
+    for message, of, taken, table, out in (
+        ("rotation", cells, slots, rotations[:, :4, :6], output),
+        ("rotation of 18 of 16 values", cells, slots, rotations, output),
+        ("1 rotations, expected 2 or more", mixed, slots, rotations[..., :6], output),
+        ("output", cells, slots, None, output[:, 1:]),
+        ("expected int64", cells, slots.int(), None, output),
+        *([("slot 1024 is outside a buffer", cells, torch.arange(1020, 1025), None, output)] * (DEVICE.type == "cpu")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            of.quantise(taken, None if table is None else table.contiguous().to(DEVICE), 0, out)
     cells.quantise(slots[:0], None, 0, output[:, :0].contiguous())
