@@ -15,31 +15,22 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKOnlyPool
-from sglang.srt.mem_cache.pool_host.base import HostKVCache
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import (
     AsymmetricMHATokenToKVPoolHost,
-    MHATokenToKOnlyPoolHost,
     MHATokenToKVPoolHost,
 )
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from harness.waiting import wait_until
-from sgl_kvfetch.plugin.host.pool import HostPages
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
-from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import page_hashes
 
 P = TypeVar("P")
 PAGE_SIZE, LAYERS, HEADS, DIM, POOL_PAGES = 4, 5, 2, 48, 40
-
-
-def values_in(pages: HostPages, tensor: TensorName, which: Sequence[int]) -> torch.Tensor:
-    """Return a copy of some pages of a pool, ``(pages, page_size, layers, heads, dim)``."""
-    return pages.views[TENSORS.index(tensor)][list(which)].view(pages.geometry.torch_dtype)
 
 
 def bare(kind: type[P], attributes: Mapping[str, Any]) -> P:
@@ -63,9 +54,13 @@ def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _of_all_pools(layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    layers = {"layer_num": LAYERS, "target_layer_num": LAYERS, "start_layer": 0}
+    return {"layout": layout, "page_size": PAGE_SIZE, "dtype": dtype, **layers}
+
+
 def make_pool(
     layout: str = "page_first_direct",
-    k_dim: int = DIM,
     v_dim: int = DIM,
     kind: type[MHATokenToKVPoolHost] | None = None,
     *,
@@ -74,19 +69,10 @@ def make_pool(
 ) -> MHATokenToKVPoolHost:
     """Return one of SGLang's host pools, filled with numbers. ``is_shared``: whether the data plane can map it, as
     where SGLang was started with our backend."""
-    k, v = (numbers(shape_of(layout, LAYERS, HEADS, dim), seed=dim) for dim in (k_dim, v_dim))
-    attributes: dict[str, Any] = dict(
-        layout=layout,
-        page_size=PAGE_SIZE,
-        dtype=torch.float32,
-        layer_num=LAYERS,
-        target_layer_num=LAYERS,
-        start_layer=0,
-        kv_buffer=(k, -v),
-        device_k_buffers=(torch.empty(0),),
-    )
-    kind = kind or (MHATokenToKVPoolHost if k_dim == v_dim else AsymmetricMHATokenToKVPoolHost)
-    pool = bare(kind, attributes | changes)
+    k, v = (numbers(shape_of(layout, LAYERS, HEADS, dim), seed=dim) for dim in (DIM, v_dim))
+    own = {"kv_buffer": (k, -v), "device_k_buffers": (torch.empty(0),)}
+    kind = kind or (MHATokenToKVPoolHost if v_dim == DIM else AsymmetricMHATokenToKVPoolHost)
+    pool = bare(kind, _of_all_pools(layout, torch.float32) | own | changes)
     if is_shared:
         pool.kv_buffer = share(pool, *pool.kv_buffer)
     return pool
@@ -99,19 +85,9 @@ def share(pool: Any, *buffers: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def make_mla_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.float32) -> MLATokenToKVPoolHost:
     latent, rotated = 48, 16
-    attributes: dict[str, Any] = dict(
-        layout=layout,
-        page_size=PAGE_SIZE,
-        dtype=dtype,
-        kv_lora_rank=latent,
-        qk_rope_head_dim=rotated,
-        kv_cache_dim=latent + rotated,
-        layer_num=LAYERS,
-        target_layer_num=LAYERS,
-        start_layer=0,
-        device_kv_buffers=(torch.empty(0),),
-    )
-    pool = bare(MLATokenToKVPoolHost, attributes)
+    own: dict[str, Any] = {"kv_lora_rank": latent, "qk_rope_head_dim": rotated, "kv_cache_dim": latent + rotated}
+    own["device_kv_buffers"] = (torch.empty(0),)
+    pool = bare(MLATokenToKVPoolHost, _of_all_pools(layout, dtype) | own)
     (pool.kv_buffer,) = share(pool, numbers(shape_of(layout, LAYERS, 1, latent + rotated), seed=0).to(dtype))
     return pool
 
@@ -141,17 +117,17 @@ def make_side_pool(seed: int = 0, layout: str = "page_first_direct", **changes: 
     return bare(MHATokenToKVPoolHost, attributes | changes)
 
 
-def make_states(conv_dtype: torch.dtype = torch.bfloat16, **changes: Any) -> MambaPoolHost:
+def make_states(conv_dtype: torch.dtype = torch.bfloat16) -> MambaPoolHost:
     info = MambaStateBufferInfo(temporal=torch.randn(2, 4, 2, 6, 5), conv=(torch.randn(2, 4, 7, 3).to(conv_dtype),))
-    settings: dict[str, Any] = dict(device_capacity=4, pin_memory=False, layout="page_first_direct")
-    pool = MambaPoolHost(info, 1.0, 0, **settings | changes)
+    pool = MambaPoolHost(info, 1.0, 0, device_capacity=4, pin_memory=False, layout="page_first_direct")
     fill(pool.temporal_buffer, *pool.conv_buffer)
     return pool
 
 
-def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
-    """Return a pool of random indexer keys beside a pool of latent vectors, as DeepSeek V3.2 has them. SGLang's device
-    pool needs a GPU: its constructor is not called."""
+def make_indexer(layout: str = "page_first_direct") -> tuple[MLATokenToKVPoolHost, DSAIndexerPoolHost]:
+    """Return a pool of latent vectors, and one of random indexer keys beside it, as DeepSeek V3.2 has them. SGLang's
+    device pool needs a GPU: its constructor is not called."""
+    kv_pool = make_mla_pool(layout)
     buffers = [torch.zeros(1, dtype=torch.uint8) for _ in range(3)]
     attributes: dict[str, Any] = dict(
         device="cpu",
@@ -161,25 +137,16 @@ def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
         layer_num=3,
         index_head_dim=128,
         quant_block_size=128,
-        page_size=kv_pool.page_size,
-        index_page_size=kv_pool.page_size,
+        page_size=PAGE_SIZE,
+        index_page_size=PAGE_SIZE,
         skip_topk_layers=[False, True, False],
         index_key_cache=SimpleNamespace(buffer=buffers),
     )
     device = bare(DSATokenToKVPool, attributes)
-    kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
+    kv_pool.page_num, kv_pool.size = POOL_PAGES, POOL_PAGES * PAGE_SIZE
     pool = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), kv_pool, pin_memory=False)
     fill(pool.index_k_with_scale_buffer)
-    return pool
-
-
-def make_minimax_indexer(kv_pool: HostKVCache, layout: str) -> MHATokenToKOnlyPoolHost:
-    """Return a pool of random indexer keys beside a pool of K and V, as MiniMax M3 has them."""
-    device = MHATokenToKOnlyPool(8, kv_pool.page_size, torch.bfloat16, 1, 16, 2, "cpu", False)
-    kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
-    pool = MHATokenToKOnlyPoolHost(device, kv_pool, layout, pin_memory=False)
-    fill(pool.k_buffer)
-    return pool
+    return kv_pool, pool
 
 
 def fill(*buffers: torch.Tensor) -> None:
@@ -247,6 +214,15 @@ def make_cache(
         cache_controller=SimpleNamespace(mem_pool_host=host_pool, host_memory_mode=host_memory_mode),
         token_to_kv_pool_allocator=SimpleNamespace(size=64),
     )
+
+
+def make_operation(
+    start_s: float, names: Sequence[str] = (), num_tokens: int = 1024, *, expired: bool = False
+) -> SimpleNamespace:
+    """Return what the backend reads of SGLang's prefetch of some pages."""
+    fields: dict[str, Any] = {"start_time": start_s, "stats_requested_tokens": num_tokens, "deadline_expired": expired}
+    fields |= {"request_id": "", "all_hash_values": names, "hash_value": names, "pool_transfers": None}
+    return SimpleNamespace(**fields, is_terminated=lambda: expired)
 
 
 def transfer(

@@ -109,21 +109,17 @@ def report(version: str, rows: list[Row], expected_version: str, expected: list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/sglang_report", description=__doc__)
-    parser.add_argument("version", nargs="?", metavar="VERSION", help="a release of SGLang, installed beside ours")
-    parser.add_argument("--rows", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rows:
+    if sys.argv[1:] == ["--rows"]:
         from sglang.version import __version__
 
         with contextlib.redirect_stdout(sys.stderr):
             rows = read_tables()
         print(json.dumps([__version__, rows]))
         return 0
-    if args.version is None:
-        parser.error("name a release, such as 0.5.24")
+    parser = argparse.ArgumentParser(prog="scripts/sglang_report", description=__doc__)
+    parser.add_argument("version", metavar="VERSION", help="a release of SGLang, such as 0.5.24, installed beside ours")
     try:
-        folder = install_sglang_beside(args.version)
+        folder = install_sglang_beside(parser.parse_args().version)
     except RuntimeError as error:
         raise SystemExit(str(error)) from error
     version, rows = read_tables_of(folder)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -14,73 +15,40 @@ from sgl_kvfetch.plugin.auto_profile import AutoProfile, PromptSample
 DIGEST = "0123456789abcdef00000000ffffffff"
 
 
-class Plane:
-    """A data plane that finds a profile when it is told to."""
-
-    def __init__(self) -> None:
-        self.found_profile = ""
-        self.is_closing = False
-        self.paused: list[bool] = []
-        self.switched_with: list[Callable[[], object]] = []
-
-    def pause_calibration(self, *, is_paused: bool) -> None:
-        self.paused.append(is_paused)
-
-    def switch(self, make: Callable[[], object]) -> None:
-        self.switched_with.append(make)
-
-
-@pytest.fixture(autouse=True)
-def _no_profile_is_left() -> Iterator[None]:
-    yield
+@pytest.fixture
+def plane() -> Iterator[Mock]:
+    """Return a data plane that finds a profile when it is told to."""
+    yield Mock(found_profile="", is_closing=False)
     auto_profile.end()
-
-
-def test_one_rank_switches_once() -> None:
-    plane = Plane()
-    one = AutoProfile(cast("Any", plane), 0, 1, cast("Any", lambda digest: digest), pauses=False)
-    auto_profile.begin(one)
-    one.step(None)
-    assert auto_profile.current() is one
-    plane.found_profile = DIGEST
-    one.step(None)
-    assert [make() for make in plane.switched_with] == [DIGEST]
-    assert auto_profile.current() is None
 
 
 def scheduler(*, is_idle: bool) -> Any:
     return SimpleNamespace(is_fully_idle=lambda for_health_check: is_idle)
 
 
-def test_calibrating_pauses_while_an_engine_on_the_cpu_has_requests() -> None:
-    plane = Plane()
-    one = AutoProfile(cast("Any", plane), 0, 1, cast("Any", None), pauses=True)
+@pytest.mark.parametrize("can_switch", [True, False])
+def test_one_rank_switches_once_if_it_can(plane: Mock, caplog: pytest.LogCaptureFixture, can_switch: bool) -> None:
+    """Device mode on a GPU cannot."""
+    caplog.set_level("INFO")
+    follow: Any = (lambda digest: digest) if can_switch else None
+    auto_profile.begin(one := AutoProfile(plane, 0, 1, follow, pauses=False))
+    one.step(scheduler(is_idle=False))
+    assert auto_profile.current() is one
+    plane.found_profile = DIGEST
+    one.step(scheduler(is_idle=False))
+    assert auto_profile.current() is None
+    assert [made.args[0]() for made in plane.switch.call_args_list] == ([DIGEST] if can_switch else [])
+    told = f"the store has profile {DIGEST}; device mode on a GPU stores with it once the backend is"
+    assert (told in caplog.text) is not can_switch
+
+
+def test_calibrating_pauses_while_an_engine_on_the_cpu_has_requests(plane: Mock) -> None:
+    auto_profile.begin(one := AutoProfile(plane, 0, 1, None, pauses=True))
     for is_idle in (True, False, False, True, True):
         one.step(scheduler(is_idle=is_idle))
-    assert plane.paused == [True, False]
-
-
-def test_where_it_cannot_switch_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    plane = Plane()
-    one = AutoProfile(cast("Any", plane), 0, 1, None, pauses=False)
-    auto_profile.begin(one)
-    plane.found_profile = DIGEST
-    one.step(None)
+    assert plane.pause_calibration.call_args_list == [call(is_paused=True), call(is_paused=False)]
+    plane.is_closing = True  # the backend is detached
     assert auto_profile.current() is None
-    assert f"the store has profile {DIGEST}; device mode on a GPU stores with it once the backend is" in caplog.text
-
-
-def test_a_backend_that_is_detached_takes_no_part() -> None:
-    plane = Plane()
-    auto_profile.begin(AutoProfile(cast("Any", plane), 0, 1, None, pauses=False))
-    plane.is_closing = True
-    assert auto_profile.current() is None
-
-
-# Which prompts an engine's sample takes, and what of them
-
-WINDOW = 1536
 
 
 def tokens(piece: bytes) -> list[int]:
@@ -102,7 +70,7 @@ def test_a_window_is_what_was_computed_of_a_prompt() -> None:
     sample.add("c", prompt(30_000, 2000), 0, 2000)
     (first,), (second,) = sample.take_windows()
     assert tokens(first) == [*system, *prompt(10_000, 536)]
-    assert tokens(second) == prompt(20_000, WINDOW)
+    assert tokens(second) == prompt(20_000, 1536)
 
 
 def test_short_prompts_are_joined() -> None:
@@ -117,18 +85,15 @@ def test_short_prompts_are_joined() -> None:
     assert [tokens(piece) for piece in pieces] == [prompt(1000, 800), prompt(3000, 750), prompt(5000, 64)]
 
 
-def request(rid: str, first: int, **changes: Any) -> SimpleNamespace:
-    kept_apart = {"cache_salt": None, "extra_key": None, "multimodal_inputs": None}
-    return SimpleNamespace(rid=rid, origin_input_ids=prompt(first, 1600), **kept_apart | changes)
-
-
 @pytest.mark.parametrize("change", [{}, {"cache_salt": "t"}, {"extra_key": "k"}, {"multimodal_inputs": object()}])
 def test_prompts_that_are_kept_apart_are_left_out(change: dict[str, Any]) -> None:
-    sample = PromptSample(num_windows=1)
-    decoding = request("d", 0)
-    mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
+    def request(rid: str, first: int, **changes: Any) -> SimpleNamespace:
+        kept_apart = {"cache_salt": None, "extra_key": None, "multimodal_inputs": None}
+        return SimpleNamespace(rid=rid, origin_input_ids=prompt(first, 1600), **kept_apart | changes)
+
+    sample, decoding = PromptSample(num_windows=1), request("d", 0)
     batch = SimpleNamespace(
-        forward_mode=mode,
+        forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True),
         reqs=[decoding, request("p", 10_000, **change)],
         decoding_reqs=[decoding],
         prefix_lens=[1599, 0],

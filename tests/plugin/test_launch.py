@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,8 +26,6 @@ pytestmark = pytest.mark.sglang
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 INSTALLED = importlib.metadata.version("sglang")
-
-SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
 KVFETCH = ["--hicache-storage-backend", "kvfetch"]
 HOST_MODE = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config"]
 NO_MODEL = ["--model-path", "/no/such/model", "--device", "cpu"]
@@ -43,12 +42,6 @@ load_plugins()
 from sglang.srt.server_args import prepare_server_args
 print("backend", prepare_server_args(sys.argv[1:]).hicache_storage_backend)
 """
-
-
-REFUSED = (
-    f"sgl_kvfetch: found sglang {INSTALLED}, expected 9.9.8 or 9.9.9 "
-    f"(KVFETCH_SGLANG={INSTALLED} in the environment tries it at your own risk)"
-)
 
 
 @pytest.fixture
@@ -72,14 +65,10 @@ def _run(command: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedP
 
 def test_a_wrong_config_key_stops_the_command_with_one_message(tmp_path: Path) -> None:
     config = json.dumps({"store": "http://127.0.0.1:1", "codek": "hevc"})
-    done = _run([*SERVE, *NO_MODEL, *HOST_MODE, config], tmp_path)
+    done = _run([str(Path(sys.executable).with_name("sglang")), "serve", *NO_MODEL, *HOST_MODE, config], tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith("sgl_kvfetch: ")
-    assert "'codek'" in message
-    assert "'hevc'" in message
-    assert "'codec'" in message
+    assert re.fullmatch("sgl_kvfetch: .*'codek'.*'hevc'.*'codec'.*", done.stderr.strip().splitlines()[-1])
     assert "/no/such/model" not in done.stderr
 
 
@@ -101,21 +90,21 @@ except ConfigError as error:
     assert "nowhere" in done.stdout
 
 
-def test_another_sglang_runs_if_the_environment_names_it(run: Run) -> None:
-    host_mode = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config", "{}"]
-    command = ["-c", OTHER_VERSION, *NO_MODEL, *host_mode]
+def test_another_sglang_runs_if_the_environment_names_it_or_another_backend_is_chosen(run: Run) -> None:
+    command = ["-c", OTHER_VERSION, *NO_MODEL, *HOST_MODE, "{}"]
     refused = run(command, KVFETCH_SGLANG="0.5.1")
-    assert refused.stderr.strip().splitlines()[-1] == REFUSED
+    assert refused.stderr.strip().splitlines()[-1] == (
+        f"sgl_kvfetch: found sglang {INSTALLED}, expected 9.9.8 or 9.9.9 "
+        f"(KVFETCH_SGLANG={INSTALLED} in the environment tries it at your own risk)"
+    )
     let_through = run(command, KVFETCH_SGLANG=INSTALLED)
     assert "found sglang" not in let_through.stderr
     assert "'store'" in let_through.stderr.strip().splitlines()[-1]  # which the config lacks
     assert f"kvfetch was not tested with sglang {INSTALLED}" in let_through.stderr
 
-
-def test_another_sglang_is_left_alone_otherwise(run: Run) -> None:
-    done = run(["-c", OTHER_VERSION, *NO_MODEL, "--hicache-storage-backend", "file"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["backend", "file"]
+    left_alone = run(["-c", OTHER_VERSION, *NO_MODEL, "--hicache-storage-backend", "file"])
+    assert left_alone.returncode == 0, left_alone.stderr
+    assert left_alone.stdout.split() == ["backend", "file"]
 
 
 # Hides what the extra `codec` brings, then does what SGLang does with a command line, and in a scheduler's first steps.
@@ -148,16 +137,6 @@ def test_a_launch_without_our_backend_needs_none_of_our_packages(run: Run, tiny_
     done = run(["-c", WITHOUT_PACKAGES, *model])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "None"
-
-
-def test_a_config_file_selects_us_where_packages_are_missing(run: Run, tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("hicache-storage-backend: kvfetch\n")
-    done = run(["-c", WITHOUT_PACKAGES, *NO_MODEL, "--config", str(config)])
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == (
-        "sgl_kvfetch: av, cryptography, zstandard not installed here: pip install '.[codec]' in a checkout"
-    )
 
 
 # Resolves several command lines in one process.
@@ -195,5 +174,3 @@ def test_pages_have_64_tokens_where_nobody_chooses(run: Run, tmp_path: Path) -> 
     done = run(["-c", PAGE_SIZES, lines])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [size for size, several in sizes.items() for _ in several]
-    assert "kvfetch: pages have 64 tokens, since no --page-size is given" in done.stdout + done.stderr
-    assert "kvfetch: pages have one token, because of --chunked-prefill-size" in done.stdout + done.stderr

@@ -72,62 +72,33 @@ def _heads(
     return engine_heads(parsed, quantiser or make_quantiser("exact"), place, geometry, 0)
 
 
-def _model(**config: Any) -> str:
-    return _heads(**config).namespace.model
-
-
-@pytest.mark.parametrize(
-    ("rank_heads", "tp_rank", "tp_size", "model_heads", "expected"),
-    [
+def test_ranks_of_any_tp_size_share_a_namespace(flags: dict[str, Bag], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_context(), "_server_args", object())
+    for rank_heads, rank, size, model_heads, expected in (
         (8, 0, 1, 8, "0-8"),
         (4, 1, 2, 8, "4-8"),
         (1, 3, 8, 8, "3-4"),
         (1, 1, 4, 2, "0-1"),  # two ranks have the same head
         (1, 2, 4, 2, "1-2"),
-    ],
-)
-def test_ranks_of_any_tp_size_share_a_namespace(
-    flags: dict[str, Bag],
-    monkeypatch: pytest.MonkeyPatch,
-    rank_heads: int,
-    tp_rank: int,
-    tp_size: int,
-    model_heads: int,
-    expected: str,
-) -> None:
-    monkeypatch.setattr(get_context(), "_server_args", object())
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: model_heads)
-    monkeypatch.setattr(ModelConfig, "from_server_args", lambda server_args: model)
-    heads = _heads(geometry=replace(GEOMETRY, num_heads=rank_heads), rank=tp_rank, size=tp_size, model_id="mine")
-    assert heads.namespace.num_heads == model_heads
-    assert heads.folder == f"{heads.namespace.digest()}.{expected}"
+    ):
+        model = SimpleNamespace(get_total_num_kv_heads=lambda num=model_heads: num)
+        monkeypatch.setattr(ModelConfig, "from_server_args", lambda server_args, model=model: model)
+        heads = _heads(geometry=replace(GEOMETRY, num_heads=rank_heads), rank=rank, size=size, model_id="mine")
+        assert heads.namespace.num_heads == model_heads
+        assert heads.folder == f"{heads.namespace.digest()}.{expected}"
 
 
 def test_labels_are_no_part_of_the_namespace(flags: dict[str, Bag]) -> None:
-    """The served name, the target of klt, and flags that count."""
     heads = _heads(model_id="mine")
     assert heads.labels == Labels("org/model")
     flags["serving"].served_model_name = "chat"
     renamed = _heads(model_id="mine")
     assert renamed.labels == Labels("chat")
     assert (renamed.folder, renamed) == (heads.folder, heads)
+    flags["model"].json_model_override_args = '{"b": 1,  "a": [2]}'
     profile = make_profile(num_layers=1, num_heads=1, head_dim=8, v_head_dim=8, cell_layers=1, cell_heads=1)
     of_klt = _heads(KltQuantiser(profile, step=1.0), model_id="mine", profile="p", target_kl=0.002)
-    assert of_klt.labels == Labels("chat", "klt 2e-3")
-    flags["model"].kv_cache_dtype = "fp8_e5m2"
-    flags["model"].json_model_override_args = '{"b": 1,  "a": [2]}'
-    labels = _heads(model_id="mine").labels
-    assert labels.flags == 'json_model_override_args={"a":[2],"b":1}, kv_cache_dtype=fp8_e5m2'
-
-
-def test_defaults_are_a_stable_short_string(flags: dict[str, Bag]) -> None:
-    assert compute_flags() == "dtype=auto;quantization=None"
-    flags["model"].json_model_override_args = " { } "
-    flags["model"].model_path = "/elsewhere"
-    flags["model"].download_dir = "/elsewhere"
-    flags["model"].custom_weight_loader = []
-    flags["exec.kernel"].attention_backend = "triton"
-    assert compute_flags() == "dtype=auto;quantization=None"
+    assert of_klt.labels == Labels("chat", "klt 2e-3", 'json_model_override_args={"a":[2],"b":1}')
 
 
 @pytest.mark.parametrize(
@@ -137,9 +108,7 @@ def test_defaults_are_a_stable_short_string(flags: dict[str, Bag]) -> None:
         ("model", "json_model_override_args", '{"rope_theta": 1}'),
         ("model", "modelopt_quant", "fp8"),
         ("model", "custom_weight_loader", ["a.b"]),
-        ("model", "load_format", "flash_rl"),
         ("model", "load_format", "pt"),
-        ("model", "model_impl", "transformers"),
         ("model", "model_loader_extra_config", '{"qlora_adapter_name_or_path": "/adapter"}'),
         ("exec.dllm", "dllm_algorithm", "LowConfidence"),
         ("exec.moe", "kt_weight_path", "/no/such/folder"),
@@ -152,21 +121,23 @@ def test_flags_that_change_values_change_the_string(flags: dict[str, Bag], group
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("group", "name", "value"),
     [
-        ("context_length", 2048),
-        ("trust_remote_code", True),
-        ("load_format", "safetensors"),
-        ("load_format", "fastsafetensors"),
-        ("model_impl", "sglang"),
-        ("kv_cache_dtype", "bfloat16"),
-        ("model_loader_extra_config", '{"enable_multithread_load": true, "num_threads": 8}'),
+        ("model", "model_path", "/elsewhere"),
+        ("model", "download_dir", "/elsewhere"),
+        ("model", "json_model_override_args", " { } "),
+        ("model", "custom_weight_loader", []),
+        ("model", "context_length", 2048),
+        ("model", "trust_remote_code", True),
+        ("model", "load_format", "fastsafetensors"),
+        ("model", "model_loader_extra_config", '{"enable_multithread_load": true, "num_threads": 8}'),
+        ("exec.kernel", "attention_backend", "triton"),
     ],
 )
 def test_flags_that_change_no_values_do_not_count(
-    flags: dict[str, Bag], llama: SimpleNamespace, name: str, value: Any
+    flags: dict[str, Bag], llama: SimpleNamespace, group: str, name: str, value: Any
 ) -> None:
-    setattr(flags["model"], name, value)
+    setattr(flags[group], name, value)
     assert compute_flags() == "dtype=auto;quantization=None"
 
 
@@ -224,20 +195,20 @@ def test_the_content_of_a_file_counts_not_its_location(flags: dict[str, Bag], tm
 
 
 @pytest.mark.parametrize(
-    ("group", "name", "value", "message"),
+    ("name", "value", "message"),
     [
-        ("model", "load_format", "dummy", "random weights; set model_id"),
-        ("model", "load_format", "remote_instance", "from another server; set model_id"),
-        ("model", "weight_cache_mode", "client", "from a daemon; set model_id"),
+        ("load_format", "dummy", "random weights; set model_id"),
+        ("load_format", "remote_instance", "from another server; set model_id"),
+        ("weight_cache_mode", "client", "from a daemon; set model_id"),
     ],
 )
 def test_a_model_id_is_required_if_files_do_not_identify_the_weights(
-    flags: dict[str, Bag], group: str, name: str, value: Any, message: str
+    flags: dict[str, Bag], name: str, value: str, message: str
 ) -> None:
-    setattr(flags[group], name, value)
+    setattr(flags["model"], name, value)
     with pytest.raises(UnsupportedError, match=message):
-        _model()
-    assert _model(model_id="mine") == "id:mine"
+        _heads()
+    assert _heads(model_id="mine").namespace.model == "id:mine"
 
 
 def test_adapters_are_no_part_of_the_namespace(
@@ -247,20 +218,17 @@ def test_adapters_are_no_part_of_the_namespace(
     monkeypatch.setattr(adapters, "_state", adapters._State())
     (tmp_path / "model.safetensors").write_bytes(b"w")
     flags["model"].model_path = str(tmp_path)
-    name = _model()
+    name = _heads().namespace.model
     assert re.fullmatch("weights:[0-9a-f]{32}", name)
     flags["lora"].enable_lora = True
     with pytest.raises(UnsupportedError, match="adapters were loaded for another storage backend"):
-        _model()
+        _heads()
     adapters._state.manager = object()
-    assert _model() == name
+    assert _heads().namespace.model == name
 
 
-def test_changed_weights_need_a_new_model_id(flags: dict[str, Bag]) -> None:
-    weight_updates.weights_change("UpdateWeightFromDiskReqInput")
-    with pytest.raises(UnsupportedError, match="set model_id"):
-        _model()
-    assert _model(model_id="mine") == "id:mine"
+def _draft(**config: Any) -> str:
+    return draft_model(parse_config({"store": "http://nowhere"} | config))
 
 
 @pytest.fixture
@@ -271,46 +239,28 @@ def draft(flags: dict[str, Bag], tmp_path: Path) -> Bag:
     return flags["spec"]
 
 
-def _draft(**config: Any) -> str:
-    return draft_model(parse_config({"store": "http://nowhere"} | config))
-
-
-def test_draft_models_are_told_apart_by_their_weights(draft: Bag, tmp_path: Path) -> None:
-    before = _draft()
-    assert _draft() == before
+def test_draft_models_are_told_apart_by_their_weights_and_how_they_compute(draft: Bag, tmp_path: Path) -> None:
+    seen, with_id = {_draft()}, {_draft(model_id="mine")}
     draft.speculative_num_steps = 5
     draft.speculative_draft_attention_backend = "triton"
-    assert _draft() == before
+    assert {_draft()} == seen
     (tmp_path / "draft.safetensors").write_bytes(b"x")
-    assert _draft() != before
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+    seen.add(_draft())
+    for name, value in (
         ("speculative_algorithm", "EAGLE"),
         ("speculative_draft_kv_cache_dtype", "fp8_e5m2"),
         ("speculative_draft_model_quantization", "fp8"),
         ("speculative_draft_window_size", 512),
-    ],
-)
-def test_draft_models_are_told_apart_by_how_they_compute(draft: Bag, name: str, value: Any) -> None:
-    before, with_id = _draft(), _draft(model_id="mine")
-    setattr(draft, name, value)
-    assert _draft() != before
-    assert _draft(model_id="mine") != with_id
-
-
-def test_a_draft_model_in_the_models_own_files_has_their_weights(draft: Bag) -> None:
-    draft.speculative_draft_model_path = None
-    assert re.fullmatch("flags=[0-9a-f]{16}", _draft())
+    ):
+        setattr(draft, name, value)
+        seen.add(_draft())
+        with_id.add(_draft(model_id="mine"))
+    assert (len(seen), len(with_id)) == (6, 5)
 
 
 def test_a_draft_model_without_files_needs_a_model_id(draft: Bag, flags: dict[str, Bag]) -> None:
     flags["model"].load_format = "dummy"
-    with pytest.raises(
-        UnsupportedError, match="--speculative-draft-load-format dummy has random weights; set model_id"
-    ):
+    with pytest.raises(UnsupportedError, match="draft-load-format dummy has random weights; set model_id"):
         _draft()
     draft.speculative_draft_load_format = "safetensors"
     assert "weights:" in _draft()
@@ -318,3 +268,5 @@ def test_a_draft_model_without_files_needs_a_model_id(draft: Bag, flags: dict[st
     with pytest.raises(UnsupportedError, match="set model_id"):
         _draft()
     assert "weights:" not in _draft(model_id="mine")
+    draft.speculative_draft_model_path = None
+    assert "weights:" not in _draft()  # it is in the model's own files

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -63,15 +62,11 @@ def test_how_long_a_prompt_takes(sizes: tuple[int, ...], size: int, expected_s: 
     assert fed(*sizes).seconds_for(size) == pytest.approx(expected_s, rel=0.01)
 
 
-def test_fetching_a_prefix_does_not_save_the_batch_of_the_other_tokens() -> None:
+def test_fetching_saves_neither_the_batch_of_the_other_tokens_nor_reading_the_prefix() -> None:
+    """Small batches after a long prefix take 0.2 ms a token of it, and twice as much where it is longest."""
     speed = fed(*MIXED)
     for size in (1, 64, 500):
         assert speed.seconds_saved(size) == pytest.approx(seconds(size + 1) - seconds(1))
-
-
-def test_reading_the_prefix_is_not_saved() -> None:
-    """Small batches after a long prefix take 0.2 ms a token of it, and twice as much where it is longest."""
-    speed = fed(*MIXED)
     for before in (100, 400, 100, 400, 3200, 3200):
         speed.add_batch(10, seconds(10) + before * (0.0002 if before < 3000 else 0.0004), before)
     assert speed.seconds_saved(200) == pytest.approx(200 * (0.001 - 0.0002))
@@ -81,20 +76,12 @@ def test_reading_the_prefix_is_not_saved() -> None:
     assert speed.seconds_for(500) == pytest.approx(seconds(500))  # what computes a prompt is estimated without them
 
 
-# SmolLM2 on two cores, in docs/gpus.md: a token of a prompt of 4,096 takes 1.5 times as long as one of 1,024.
-MEASURED = {1024: 0.40, 2048: 0.83, 4096: 2.45}
-
-
-def fed_as_measured() -> PrefillSpeed:
-    speed = PrefillSpeed()
-    for size, seconds_ in (*MEASURED.items(), *MEASURED.items()):
-        speed.add_batch(size, seconds_)
-    return speed
-
-
 def test_short_prompts_are_not_estimated_by_long_ones() -> None:
-    speed = fed_as_measured()
-    for size, seconds_ in MEASURED.items():
+    """SmolLM2 on two cores, in docs/gpus.md: a token of a prompt of 4,096 takes 1.5 times as long as one of 1,024."""
+    speed, measured = PrefillSpeed(), {1024: 0.40, 2048: 0.83, 4096: 2.45}
+    for size, seconds_ in (*measured.items(), *measured.items()):
+        speed.add_batch(size, seconds_)
+    for size, seconds_ in measured.items():
         assert speed.seconds_for(size) == pytest.approx(seconds_)
     assert speed.seconds_for(1500) == pytest.approx(1500 * 0.40 / 1024, rel=0.05)
 
@@ -127,64 +114,37 @@ def test_times_that_fall_with_the_size_still_give_a_rate() -> None:
     assert (speed.seconds_for(1000) or 0) > 0
 
 
-@dataclass(eq=False)
-class Request:
-    rid: str
+def batch(launch_ts: float, num_tokens: int | None = 100, mode: ForwardMode = ForwardMode.EXTEND) -> SimpleNamespace:
+    """Return what the meter reads of SGLang's ``ScheduleBatch``."""
+    return SimpleNamespace(launch_ts=launch_ts, extend_num_tokens=num_tokens, forward_mode=mode, prefix_lens=[7, 8])
 
 
-@dataclass
-class Batch:
-    """The attributes of SGLang's ``ScheduleBatch`` that the meter reads."""
-
-    launch_ts: float
-    extend_num_tokens: int | None = 100
-    forward_mode: ForwardMode = ForwardMode.EXTEND
-    reqs: list[Request] = field(default_factory=list)
-    decoding_reqs: list[Request] | None = None
-    forward_iter: int = 1
-    prefix_lens: Sequence[int] | None = (7, 8)
-
-
-@pytest.mark.parametrize(
-    ("batches", "expected_s"),
-    [
-        ([(Batch(10.0), 11.0), (Batch(14.0), 14.5)], [1.0, 0.5]),  # from its launch to its result
+def test_how_long_a_batch_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for batches, expected_s in (
+        ([(batch(10.0), 11.0), (batch(14.0), 14.5)], [1.0, 0.5]),  # from its launch to its result
         # The second is launched while the first, a decode batch, is computed: it begins with that one's result.
-        ([(Batch(10.0, None, ForwardMode.DECODE), 11.0), (Batch(10.25), 13.0)], [2.0]),
+        ([(batch(10.0, None, ForwardMode.DECODE), 11.0), (batch(10.25), 13.0)], [2.0]),
         (
-            [(Batch(10.0, 100, ForwardMode.SPLIT_PREFILL), 11.0), (Batch(10.0, 100, ForwardMode.TARGET_VERIFY), 12.0)],
+            [(batch(10.0, mode=ForwardMode.SPLIT_PREFILL), 11.0), (batch(10.0, mode=ForwardMode.TARGET_VERIFY), 12.0)],
             [],
         ),
-    ],
-)
-def test_how_long_a_batch_lasts(
-    batches: list[tuple[Batch, float]], expected_s: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meter, seen = PrefillMeter(), list[float]()
-
-    def add_batch(num_tokens: int, seconds: float, num_before: int) -> None:
-        assert num_before == 15
-        seen.append(seconds)
-
-    monkeypatch.setattr(meter.speed, "add_batch", add_batch)
-    for batch, end_s in batches:
-        meter.finished(batch, end_s)
-    assert seen == expected_s
+    ):
+        meter, add = PrefillMeter(), Mock()
+        monkeypatch.setattr(meter.speed, "add_batch", add)
+        for each, end_s in batches:
+            meter.finished(each, end_s)
+        assert add.call_args_list == [call(100, seconds, 15) for seconds in expected_s]
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle: bool) -> None:
-    idle: list[bool] = []
-    backend = SimpleNamespace(meter=PrefillMeter(), record_idle_engine=lambda: idle.append(True))
+    backend = Mock(meter=PrefillMeter())
     controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
     running = SimpleNamespace(is_empty=lambda: is_idle)
-    scheduler = SimpleNamespace(
-        tree_cache=SimpleNamespace(cache_controller=controller), waiting_queue=[], running_batch=running
-    )
-    measure_prompts(None, scheduler, Batch(time.monotonic() - 0.1), None)
+    tree = SimpleNamespace(cache_controller=controller)
+    scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=[], running_batch=running)
+    measure_prompts(None, scheduler, batch(time.monotonic() - 0.1), None)
     assert backend.meter.speed.seconds_for(100) is not None
-    assert bool(idle) is is_idle
-    controller.storage_backend_type = "file"
-    controller.storage_backend = None
-    measure_prompts(None, scheduler, Batch(time.monotonic()), None)
-    measure_prompts(None, SimpleNamespace(tree_cache=SimpleNamespace()), Batch(time.monotonic()), None)
+    assert backend.record_idle_engine.called is is_idle
+    controller.storage_backend_type, controller.storage_backend = "file", None  # while it is detached
+    measure_prompts(None, scheduler, batch(time.monotonic()), None)

@@ -90,22 +90,14 @@ def test_no_rank_goes_its_own_way(fails: int, fault: KVFetchError | None, expect
     assert result.startswith(expected[fails > 0])
 
 
-def test_exact_in_the_place_of_klt() -> None:
-    def take(*_: object) -> None:
-        raise StoreError("refused", "the store is down")
-
-    extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "audit_share": 1}
-    found = with_profile(parse_config(extra | {"quantiser": "klt", "token_file": "t"}), WATCH, "model", Alone(), take)
-    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token_file": "t", "audit_share": 1})
-    assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
-
-
 def test_auto_is_klt_with_a_profile_and_exact_without() -> None:
-    auto = parse_config({"store": "http://kv", "quantiser": "auto", "target_kl": 1e-3})
+    given = {"store": "http://kv", "target_kl": 1e-3, "token_file": "t"}
+    auto = parse_config(given | {"quantiser": "auto", "levels": {}, "codec": "ans"})
     found = with_profile(auto, WATCH, "model", Alone(), lambda *_: TakenProfile("/copy", "d", ""))
-    assert found == parse_config({"store": "http://kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3})
+    assert found == parse_config(given | {"quantiser": "klt", "levels": {}, "codec": "ans", "profile": "/copy"})
     without = with_profile(auto, WATCH, "model", Alone(), lambda *_: None)
-    assert without == parse_config({"store": "http://kv", "quantiser": "exact"})
+    assert without == parse_config({"store": "http://kv", "quantiser": "exact", "token_file": "t"})
+    assert KVFetchConfig.model_validate(without.model_dump(mode="json", exclude_unset=True)) == without
 
 
 def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,11 +107,6 @@ def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixtu
     assert why in caplog.text
     with pytest.raises(UnsupportedError, match="does not support draft models"):
         engine_config(CONFIG, why, Mock(), Mock())
-
-
-def test_without_a_profile_the_message_says_what_to_type() -> None:
-    with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish http://kv, or set"):
-        with_profile(CONFIG, WATCH, "/llama", Alone(), lambda *_: None)
 
 
 def test_a_model_id_needs_a_file() -> None:

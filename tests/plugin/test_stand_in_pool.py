@@ -39,7 +39,3 @@ def test_it_counts_layers_as_the_counter_does(kind: Any) -> None:
     assert not counter.futures
     counter.reset()
     assert counter.update_producer() == 0
-
-
-def test_it_does_not_replace_sglang() -> None:
-    assert not stand_in_pool.install_if_missing()

@@ -96,36 +96,31 @@ def test_a_backend_learns_once_that_all_pools_are_known(monkeypatch: pytest.Monk
     assert backend.on_host_pools_registered.call_count == (0 if announces else 1)
 
 
-def test_context_parallelism_is_known_in_each_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = "sglang.srt.runtime_context.get_parallel"
-    monkeypatch.setattr(parallel, lambda: SimpleNamespace(attn_dcp_size=4))
-    assert dcp_size(SimpleNamespace(dcp_size=2)) == 2
-    assert dcp_size(SimpleNamespace()) == 4
-
-
-def test_the_older_release_gives_time_by_the_pages_that_were_found() -> None:
-    older: Any = SimpleNamespace(hash_value=["a"] * 3, stats_requested_tokens=640)
-    newer: Any = SimpleNamespace(hash_value=["a"] * 3, stats_requested_tokens=640, deadline_expired=False)
+def test_what_the_older_release_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = SimpleNamespace(attn_dcp_size=4)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    assert (dcp_size(SimpleNamespace(dcp_size=2)), dcp_size(SimpleNamespace())) == (2, 4)
+    older = SimpleNamespace(hash_value=["a"] * 3, stats_requested_tokens=640)
+    newer = SimpleNamespace(**vars(older), deadline_expired=False)
     assert [budget_pages(operation, 16) for operation in (older, newer)] == [3, 40]
     assert is_deadline_expired(older, elapsed_s=2.0, budget_s=1.0)
     assert not is_deadline_expired(older, elapsed_s=0.5, budget_s=1.0)
     assert not is_deadline_expired(newer, elapsed_s=2.0, budget_s=1.0)
 
 
-@pytest.mark.parametrize(("takes_images", "has_all_bits"), [(True, True), (True, False), (False, False)])
-def test_images_of_few_bits_are_refused(
-    monkeypatch: pytest.MonkeyPatch, takes_images: bool, has_all_bits: bool
-) -> None:
-    item = SimpleNamespace(**({"padding_sequence": None} if has_all_bits else {}))
-    monkeypatch.setattr("sglang.srt.managers.schedule_batch.MultimodalDataItem", item)
+def test_images_of_few_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
-    model = Mock(from_server_args=lambda args: SimpleNamespace(is_multimodal=takes_images))
-    monkeypatch.setattr("sglang.srt.configs.model_config.ModelConfig", model)
-    if takes_images and not has_all_bits:
-        with pytest.raises(UnsupportedError, match="30 bits"):
-            require_distinct_images()
-    else:
+    model = SimpleNamespace(is_multimodal=True)
+    config = Mock(from_server_args=Mock(return_value=model))
+    monkeypatch.setattr("sglang.srt.configs.model_config.ModelConfig", config)
+    item = "sglang.srt.managers.schedule_batch.MultimodalDataItem"
+    monkeypatch.setattr(item, SimpleNamespace(padding_sequence=None))
+    require_distinct_images()
+    monkeypatch.setattr(item, SimpleNamespace())
+    with pytest.raises(UnsupportedError, match="30 bits"):
         require_distinct_images()
+    model.is_multimodal = False
+    require_distinct_images()
 
 
 def test_copies_to_the_host_pool_wait_for_the_forward_pass() -> None:

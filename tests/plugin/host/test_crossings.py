@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ from tests.plugin.backends import (
     after,
     keys,
     make_cache,
+    make_operation,
     make_pool,
     make_side_pool,
     tokens as slots,
@@ -208,21 +208,13 @@ class _Rank:
     def abort(self) -> None:
         """While its pages are read, as SGLang does by ending its threads' wait."""
         is_asked = iter([False])
-        operation = SimpleNamespace(
-            start_time=time.monotonic(),
-            request_id="aborted",
-            all_hash_values=self._names,
-            hash_value=self._names,
-            pool_transfers=None,
-            is_terminated=lambda: False,
-        )
+        operation = make_operation(time.monotonic(), self._names)
         self.backend.be_patient(make_cache("wait_complete"), 600.0, 0.0)
         self.backend.begin_transfer(operation, lambda: next(is_asked, True))
         with self._reads_hang():
             assert self.found()
             there = self.backend.batch_get_v1(self._names, slots([*range(self._num_pages)]))
         assert not any(there) or "`memory_cache`" in self.pair
-        operation.request_id = "goes on"
         self.backend.begin_transfer(operation, lambda: False)
 
     @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,17 +17,12 @@ from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.engine import data_plane as plane_module
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.keys import label_of_request
-from sgl_kvfetch.plugin import status
-from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.reasons import Reason
 from tests.plugin.backends import (
-    DIM,
     LAYERS,
     PAGE_SIZE,
     POOL_PAGES,
@@ -39,41 +36,46 @@ from tests.plugin.backends import (
     storage_config,
     store_pages,
     tokens,
-    values_in,
 )
 from tests.plugin.planes import Served
-from tests.plugin.queues import fill_queue, note_refusals
 from tests.reasons import assert_counted
+
+POOLS: dict[str, Callable[[str], Any]] = {
+    "K and V": make_pool,
+    "of two sizes": lambda layout: make_pool(layout, v_dim=64),
+    "of two sizes, in memory of SGLang's own": lambda layout: make_pool(layout, v_dim=64, is_shared=False),
+    "latent vectors": make_mla_pool,
+    "latent vectors in bfloat16": lambda layout: make_mla_pool(layout, torch.bfloat16),
+}
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
-@pytest.mark.parametrize(("v_dim", "is_shared"), [(DIM, True), (64, True), (64, False)])
-def test_pages_are_restored_to_other_places(make: Make, layout: str, v_dim: int, is_shared: bool) -> None:
-    """``is_shared``: whether the data plane puts them there by itself."""
-    pool = make_pool(layout, v_dim=v_dim, is_shared=is_shared)
-    backend = make(pool)
-    before = HostPages(pool)
-    expected = {t: values_in(before, t, range(7)) for t in ("k", "v")}
+@pytest.mark.parametrize("name", POOLS)
+def test_pages_are_restored_to_other_places(make: Make, name: str, layout: str) -> None:
+    """The data plane puts them there by itself where the memory is shared."""
+    assert_restored(make, POOLS[name](layout))
+
+
+def assert_restored(make: Make, pool: Any, **config: Any) -> None:
+    backend, views = make(pool, **config), HostPages(pool).views
+    expected = [view[:7].clone() for view in views]
     store_pages(backend, keys(7), list(range(7)))
     elsewhere = [39, 12, 20, 21, 30, 8, 10]
     assert backend.batch_get_v1(keys(7), tokens(elsewhere)) == [True] * 7
-    for tensor in ("k", "v"):
-        assert torch.equal(values_in(before, tensor, elsewhere), expected[tensor])
-        assert torch.equal(values_in(before, tensor, range(7)), expected[tensor])
+    for view, values in zip(views, expected, strict=True):
+        assert torch.equal(view[elsewhere], values)
+        assert torch.equal(view[:7], values)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_latent_vectors_are_restored_to_other_places(make: Make, layout: str, dtype: torch.dtype) -> None:
-    pool = make_mla_pool(layout, dtype)
-    expected = pages_view(pool.kv_buffer, layout, PAGE_SIZE)[:7].clone()
-    backend = make(pool)
-    store_pages(backend, keys(7), list(range(7)))
-    elsewhere = [39, 12, 20, 21, 30, 8, 10]
-    assert backend.batch_get_v1(keys(7), tokens(elsewhere)) == [True] * 7
-    after = pages_view(pool.kv_buffer, layout, PAGE_SIZE)
-    assert torch.equal(after[elsewhere], expected)
-    assert torch.equal(after[:7], expected)
+@pytest.mark.parametrize(
+    ("flag", "dtype"),
+    [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("auto", torch.float8_e4m3fn)],
+)
+def test_flags_tell_the_fp8_type(make: Make, monkeypatch: pytest.MonkeyPatch, flag: str, dtype: torch.dtype) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))
+    pool = make_fp8_pool(dtype)
+    assert HostPages(pool).geometry.torch_dtype == dtype
+    assert_restored(make, pool, quantiser="exact")
 
 
 def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, served: Served, tmp_path: Path) -> None:
@@ -92,43 +94,36 @@ def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, serv
     assert reader.batch_get_v1(names[3:] + keys(2, "other"), tokens(list(range(15)))) == [True] * 13 + [False] * 2
 
 
-@pytest.mark.parametrize("num_waiting", [0, POOL_PAGES])
-def test_pages_wait_in_the_host_pool_while_it_has_room_for_others(
-    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, num_waiting: int
+def test_pages_may_wait_in_the_host_pool_while_it_has_room_for_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``num_waiting``: pages of prompts that SGLang would write next."""
-    monkeypatch.setattr(plane_module, "_WRITE_S", 0.01)
-    backend, stop = make(write_queue_bytes=1 << 20), threading.Event()
-    waiting: Queue[Any] = Queue()
-    waiting.put(SimpleNamespace(hash_value=keys(num_waiting)))
-    waiting.put(None)  # SGLang's, when it stops
-    cache = make_cache()
-    cache.cache_controller.backup_queue, cache.cache_controller.storage_stop_event = waiting, stop
+    """How they wait, tests/plugin/device/test_choices.py tests."""
+    backend, cache, waiting = make(), make_cache(), Queue[Any]()
+    cache.cache_controller.backup_queue, cache.cache_controller.storage_stop_event = (
+        waiting,
+        (stop := threading.Event()),
+    )
     backend.be_patient(cache, 1.0, 0.0)
-    free = fill_queue(backend._plane)
-    refusals = note_refusals(backend._plane, monkeypatch)
-    if not num_waiting:
-
-        def free_at_last() -> None:
-            wait_until(lambda: len(refusals) == 3)
-            free()
-
-        threading.Thread(target=free_at_last).start()
-    assert backend.batch_set_v1(keys(1), tokens([0]), after([])) == [not num_waiting]
-    if not num_waiting:
-        served.write_all()
-        fill_queue(backend._plane)
-        stop.set()
-        assert backend.batch_set_v1(keys(1, "more"), tokens([0]), after([])) == [False]
+    monkeypatch.setattr(backend._plane, "write", write := Mock(return_value=0))
+    assert backend.batch_set_v1(keys(1), tokens([0]), after([])) == [False]
+    may_wait = write.call_args.kwargs["may_wait"]
+    waiting.put(SimpleNamespace(hash_value=keys(POOL_PAGES // 2 - 1)))  # pages of prompts that are written next
+    waiting.put(None)  # SGLang's, when it stops
+    assert may_wait()
+    stop.set()
+    assert not may_wait()
+    stop.clear()
+    waiting.put(SimpleNamespace(hash_value=keys(1)))
+    assert not may_wait()
 
 
 def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
-    backend = make(write_queue_bytes=1 << 20)
-    num_pages = 2 * (1 << 20) // HostPages(make_pool()).geometry.page_bytes
-    names = keys(num_pages)
-    pages = [page % POOL_PAGES for page in range(num_pages)]
-    assert backend.batch_set_v1(names, tokens(pages), after([])) == [True] * num_pages
-    wait_until(lambda: backend.batch_exists(names) == num_pages)
+    backend = make(pool := make_pool(), write_queue_bytes=1 << 20)
+    num_pages = 2 * (1 << 20) // HostPages(pool).geometry.page_bytes
+    names, pages = keys(num_pages), [page % POOL_PAGES for page in range(num_pages)]
+    store_pages(backend, names, pages)
+    assert backend.batch_get_v1(names[-3:], tokens([0, 1, 2])) == [True] * 3
+    assert torch.equal(pool.k_buffer[:3], pool.k_buffer[pages[-3:]])
 
 
 def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,24 +134,8 @@ def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyP
         raise ZeroDivisionError
 
     monkeypatch.setattr(served.service.client.finder, "find_pages", fail)
-    backend.begin_lookup("asked" * 1000)
     with assert_counted("lookup", Reason.INTERNAL):
         assert backend.batch_exists(keys(2)) == 0
-    decided = status._state.recent[-1]
-    assert (decided.request_id, decided.reason) == (label_of_request("asked" * 1000), Reason.INTERNAL)
-
-
-def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:
-    backend = make()
-    store_pages(backend, keys(2), [0, 1])
-    (path,) = tmp_path.rglob("*.kvd")
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    other = make()
-    assert other.batch_exists(keys(2)) == 2
-    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
-    wait_until(lambda: other.batch_exists(keys(2)) == 0)
-    store_pages(other, keys(2), [0, 1])
-    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
 
 
 def test_modes(make: Make, tmp_path: Path) -> None:
@@ -221,102 +200,21 @@ def test_stats_are_handed_out_once(make: Make) -> None:
     assert backend.get_stats().prefetch_pgs == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attn_cp_size": 2}, "context parallelism"),
-        ({"should_split_heads": True}, "tp_lcm_size"),
-    ],
-)
-def test_unsupported_configs_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    config = storage_config(extra_config={"store": "http://nowhere"}, **change)
-    with pytest.raises(UnsupportedError, match=message):
-        KVFetchStorage(config, make_pool())
-
-
-def test_pools_that_are_not_supported_are_refused() -> None:
-    config = storage_config(extra_config={"store": "http://nowhere"})
-    for change, message in (
-        ({"storage_format_tag": "x"}, "'x'"),
-        ({"kind": MHATokenToKVPoolMXFP8Host}, "MHATokenToKVPoolMXFP8Host are not supported"),
+def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype="nvfp4"))
+    (packed := make_mla_pool()).kv_cache_dim += 16
+    (unified := make_pool()).layout = "page_unified"
+    for message, pool, place in (
+        ("context parallelism", make_pool(), {"attn_cp_size": 2}),
+        ("tp_lcm_size", make_pool(), {"should_split_heads": True}),
+        ("'x'", make_pool(storage_format_tag="x"), {}),
+        ("MHATokenToKVPoolMXFP8Host are not supported", make_pool(kind=MHATokenToKVPoolMXFP8Host), {}),
+        ("latent vectors that SGLang keeps with their scales", packed, {}),
+        ("page_unified is not supported; use one of layer_first", unified, {}),
+        ("bytes .*nvfp4.* is not supported", make_fp8_pool(torch.float8_e5m2), {}),
     ):
         with pytest.raises(UnsupportedError, match=message):
-            KVFetchStorage(config, make_pool(**change))
-    packed = make_mla_pool()
-    packed.kv_cache_dim += 16
-    with pytest.raises(UnsupportedError, match="latent vectors that SGLang keeps with their scales"):
-        KVFetchStorage(config, packed)
-    pool = make_pool()
-    pool.layout = "page_unified"
-    with pytest.raises(UnsupportedError, match="page_unified is not supported; use one of layer_first"):
-        KVFetchStorage(config, pool)
-
-
-@pytest.mark.parametrize(
-    ("flag", "dtype"),
-    [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2), ("auto", torch.float8_e4m3fn)],
-)
-def test_flags_tell_the_fp8_type(make: Make, monkeypatch: pytest.MonkeyPatch, flag: str, dtype: torch.dtype) -> None:
-    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))
-    pool = make_fp8_pool(dtype)
-    backend = make(pool, quantiser="exact")
-    pages = HostPages(pool)
-    assert pages.geometry.torch_dtype == values_in(pages, "k", [0]).dtype == dtype
-    expected = [buffer[:7].clone() for buffer in pool.kv_buffer]
-    store_pages(backend, keys(7), list(range(7)))
-    assert backend.batch_get_v1(keys(7), tokens(list(range(20, 27)))) == [True] * 7
-    for buffer, values in zip(pool.kv_buffer, expected, strict=True):
-        assert torch.equal(buffer[20:27], values)
-        assert torch.equal(buffer[:7], values)
-
-
-def test_fp8_may_be_quantised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
-    backend = make(pool := make_fp8_pool(torch.float8_e4m3fn), quantiser="uint8")
-    store_pages(backend, keys(3), [0, 1, 2])
-    assert backend.batch_get_v1(keys(3), tokens([10, 11, 12])) == [True] * 3
-    got, expected = (values_in(HostPages(pool), "k", pages).float() for pages in ([10, 11, 12], [0, 1, 2]))
-    torch.testing.assert_close(got, expected, rtol=0.13, atol=0.03)
-
-
-@pytest.mark.parametrize("flag", ["mxfp8", "nvfp4", "bfloat16"])
-def test_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: SimpleNamespace(kv_cache_dtype=flag))
-    with pytest.raises(UnsupportedError, match=f"bytes .*{flag}.* is not supported"):
-        HostPages(make_fp8_pool(torch.float8_e5m2))
-
-
-def test_small_pages_are_warned_of(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    make(make_pool("layer_first"))
-    assert caplog.text.count("pages of 4 tokens make lookups slow") == 1
-    assert "--page-size 64 is recommended" in caplog.text
-    caplog.clear()
-    make(make_pool("layer_first", page_size=16))
-    assert "make lookups slow" not in caplog.text
-
-
-@pytest.mark.parametrize("is_at_start", [True, False])
-def test_a_draft_models_pool_is_stored_whenever_sglang_adds_it(
-    monkeypatch: pytest.MonkeyPatch, is_at_start: bool
-) -> None:
-    """At a start SGLang adds it after it has attached the backend, and before it if the backend is attached later."""
-    planes: list[SimpleNamespace] = []
-
-    def open_plane(*args: Any, pool: Any) -> SimpleNamespace:
-        planes.append(SimpleNamespace(pools=list(args[-1]._pools), has_draft=args[-1].has_draft, is_open=True))
-        planes[-1].close = lambda plane=planes[-1]: setattr(plane, "is_open", False)
-        return planes[-1]
-
-    monkeypatch.setattr(storage_module, "open_engine_plane", open_plane)
-    backend = KVFetchStorage(storage_config(extra_config={"store": "http://nowhere"}), make_pool())
-    if is_at_start:
-        backend.on_host_pools_registered()
-        backend.register_mem_host_pool_v2(make_pool(), PoolName.DRAFT)
-    else:
-        backend.register_mem_host_pool_v2(make_pool(), PoolName.DRAFT)
-        backend.on_host_pools_registered()
-    (plane,) = [plane for plane in planes if plane.is_open]
-    assert (plane.pools, plane.has_draft) == ([PoolName.DRAFT], True)
+            KVFetchStorage(storage_config(extra_config={"store": "http://nowhere"}, **place), pool)
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
@@ -360,15 +258,3 @@ def test_layers_of_a_draft_model_in_a_side_pool_are_noticed() -> None:
     assert not sides.has_draft
     sides.add_pool(PoolName.SWA, make_pool(target_layer_num=LAYERS - 1))
     assert sides.has_draft
-
-
-def test_a_draft_models_heads_are_not_taken_from_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLA one rank writes for all, but a draft model may have K and V, of which each rank has some heads."""
-    monkeypatch.setattr(SidePools, "page_bytes", {PoolName.DRAFT: 1})
-    sides = SidePools()
-    sides.add_pool(PoolName.DRAFT, make_mla_pool())
-    assert sides.identity(0, 2, is_mla=True) == sides.identity(1, 2, is_mla=True)
-    sides.add_pool(PoolName.DRAFT, make_pool())
-    assert sides.identity(0, 2, is_mla=False) != sides.identity(1, 2, is_mla=False)
-    with pytest.raises(UnsupportedError, match="side pools draft differ between ranks"):
-        sides.identity(0, 2, is_mla=True)
