@@ -1,4 +1,4 @@
-"""The checks of `Reason`. tests/test_reasons.py collects which reasons they are used for: each has a test."""
+"""The checks of `Reason`."""
 
 from __future__ import annotations
 

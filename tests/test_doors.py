@@ -1,4 +1,4 @@
-"""What a door says when the module behind it cannot be imported. tests/test_houses.py opens all doors."""
+"""What a door says when the module behind it cannot be imported."""
 
 from __future__ import annotations
 

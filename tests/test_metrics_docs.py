@@ -44,33 +44,19 @@ def rows() -> list[list[str]]:
 def test_the_docs_have_every_metric_with_its_labels() -> None:
     found = {name.strip(" `"): set(re.findall(r"(?:^|; )`(\w+)`", labels.strip())) for name, labels, _ in rows()}
     assert found == in_code()
-
-
-def test_the_docs_have_every_end_of_a_request() -> None:
     (row,) = (row for row in rows() if "device_requests" in row[0])
-    ends = set(re.findall("`(\\w+)`", row[1])) - {"end"}
-    assert ends == set(metrics.ENDS)
+    assert set(re.findall("`(\\w+)`", row[1])) == {"end", *metrics.ENDS}
 
 
 def test_alerts_and_questions_use_documented_metrics() -> None:
-    known = in_code() | {
-        name + "_bucket": labels
-        for name, labels in in_code().items()
-        if name.endswith(("_seconds", "_ratio", "_typical"))
-    }
-    texts = (
-        *QUERIES,
-        ALERTS.read_text(),
-        (ROOT / "docs" / "operations.md").read_text().partition("## SGLang's server")[0],
-    )
-    used = {name for text in texts for name in re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", text)}
-    assert len(used) >= 8
-    assert used <= set(known)
+    page = (ROOT / "docs" / "operations.md").read_text().partition("## SGLang's server")[0]
+    used = re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", " ".join([*QUERIES, ALERTS.read_text(), page]))
+    assert {name.removesuffix("_bucket") for name in used} <= in_code().keys()
 
 
 def test_each_alert_links_to_what_to_do() -> None:
     links = re.findall(r'runbook_url: "RUNBOOKS/(\w+)/#([\w-]+)"', ALERTS.read_text())
-    assert len(links) == ALERTS.read_text().count("alert:")
+    assert len(links) == ALERTS.read_text().count("alert:") > 0
     assert [(page, anchor) for page, anchor in links if anchor not in anchors(ROOT / "docs" / f"{page}.md")] == []
 
 
@@ -80,15 +66,13 @@ def test_promtool_accepts_the_alerts_and_the_queries_of_the_dashboard(tmp_path: 
     rules = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(QUERIES)]
     panels = tmp_path / "panels.yml"
     panels.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
-    for file, num_rules in ((ALERTS, 14), (panels, len(QUERIES))):
-        done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)
-        assert f"SUCCESS: {num_rules} rules found" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(["promtool", "check", "rules", str(ALERTS), str(panels)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dashboard_asks_for_labels_and_values_that_there_are(fresh: list[str]) -> None:
     known = in_code()
     labels = {"instance", "le", "cache_source"}.union(*known.values())
-    assert len(QUERIES) > 20
     for query in QUERIES:
         for name, matchers in re.findall(r"\b((?:sgl_)?kvfetch_\w+){([^}]*)}", query):
             own, series = known[name.removesuffix("_bucket")], [line for line in fresh if line.startswith(f"{name}{{")]
@@ -117,25 +101,17 @@ OF_REQUESTS = "kvfetch_server_requests_total", "kvfetch_server_request_seconds",
 
 def test_every_sample_is_there_before_its_first_event(fresh: list[str]) -> None:
     """`increase` does not see the first event of a sample that begins with it. So each value of a label that the page
-    names is there, as 0, before anything has happened. Others' texts are not known."""
-    unknown = ("sgl_kvfetch_misses_total",)
-    later = (
-        "sgl_kvfetch_certificate_end_timestamp_seconds",
-        "kvfetch_server_certificate_end_timestamp_seconds",
-    )  # a time
+    names is there, as 0, before anything has happened."""
+    # Texts of others, and a time.
+    later = ("misses_total", "certificate_end_timestamp_seconds", "kvfetch_server_build_info")
     for name, labels, _ in rows():
         name, labels = name.strip(" `"), re.sub(r"\(\[`\w+`\]\([^)]*\)\)", "", labels)  # a link's word is no value
-        if name in (*unknown, *later, *OF_REQUESTS, "kvfetch_server_build_info"):
+        if name in OF_REQUESTS or name.endswith(later):
             continue
         mine = [line for line in fresh if re.match(rf"{name}(_count|_bucket)?[{{ ]", line)]
         assert mine, name
         for label, values in re.findall(r"(?:^|; )`(\w+)`(?:: |[^`]*?, )((?:`[\w ]+`[^`;]*)*)", labels.strip()):
-            missing = [
-                value for value in re.findall(r"`([\w ]+)`", values) if not any(f'{label}="{value}"' in x for x in mine)
-            ]
-            assert missing == [], (name, label)
-    assert {f'stage="{stage}",reason="refused"' for stage in ("lookup", "fetch", "write")} <= {
-        ",".join(reversed(re.findall(r'\w+="\w+"', line)))
-        for line in fresh
-        if line.startswith("sgl_kvfetch_misses_total")
-    }
+            for value in re.findall(r"`([\w ]+)`", values):
+                assert any(f'{label}="{value}"' in line for line in mine), (name, label, value)
+    for stage in ("lookup", "fetch", "write"):
+        assert f'sgl_kvfetch_misses_total{{reason="refused",stage="{stage}"}} 0.0' in fresh
