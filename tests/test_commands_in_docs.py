@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+from sgl_kvfetch.protocol.config import parse_config
 from sgl_kvfetch.tools.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -99,3 +101,11 @@ def test_a_command_is_understood(
         assert (ROOT / program).is_file()
         if rest and rest != ["--help"] and program in _MODULES:
             require_benchmark(_MODULES[program], rest, whole, monkeypatch)
+
+
+def test_the_configs_of_sglangs_commands_are_understood() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    configs = re.findall(r"--hicache-storage-backend-extra-config '(\{.*?\})'", text, re.DOTALL)
+    assert configs
+    for config in configs:
+        parse_config(json.loads(config))

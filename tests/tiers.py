@@ -38,7 +38,6 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/benchmarks/test_gpu_server.py",
         "tests/benchmarks/test_smoke.py",
         "tests/benchmarks/test_soak.py",
-        "tests/test_sglang_standins.py",
         "tests/e2e/test_data_plane.py::test_a_store_that_is_killed_costs_hits_and_no_answer",
     ),
     "all cards and processors": (
@@ -52,7 +51,6 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/server/test_page_in_browser.py",
         "tests/test_examples.py",
         "tests/test_quick_start.py",
-        "tests/test_readme.py::test_install_serve_and_store",
     ),
 }
 
