@@ -25,10 +25,8 @@ ALL = {
     "options": "{--max-connections=8}",
     **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
 }
-ALL_MONITORS = {"serviceMonitor.enabled": "true"}
 # What it sets itself, and what makes no sense in a pod.
 OF_THE_CHART = {"host", "port", "capacity", "token-file", "tls-cert", "tls-key", "insecure", "help"}
-BIG = {"capacity": "2TiB"}  # more than the volume
 OF_THE_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 
 helm = shutil.which("helm")
@@ -68,7 +66,8 @@ def test_helm_kubernetes_and_the_store_find_nothing_wrong(values: dict[str, str]
 
 
 def test_an_existing_claim_takes_the_place_of_a_new_one() -> None:
-    new, existing = (rendered(**LEAST, **more)["StatefulSet"] for more in ({}, {"existingClaim": "mine"}))
+    new = rendered(**LEAST, volume="1Ti", capacity="970GiB")["StatefulSet"]
+    existing = rendered(**LEAST, existingClaim="mine", capacity="2TiB")["StatefulSet"]
     data = {"name": "data", "persistentVolumeClaim": {"claimName": "mine"}}
     assert data in existing["spec"]["template"]["spec"]["volumes"]
     assert "volumeClaimTemplates" not in existing["spec"]
@@ -78,6 +77,7 @@ def test_an_existing_claim_takes_the_place_of_a_new_one() -> None:
 
 
 def test_the_alert_rules_and_the_dashboard_are_those_of_compose() -> None:
+    """Without an address of the documentation, alerts have no links."""
     resources = rendered(**LEAST, **ALL, **{"prometheusRule.runbooks": "https://docs.example/kv/"})
     rules = yaml.safe_load(ALERTS.read_text().replace("RUNBOOKS", "https://docs.example/kv"))
     assert resources["PrometheusRule"]["spec"] == rules
@@ -85,13 +85,9 @@ def test_the_alert_rules_and_the_dashboard_are_those_of_compose() -> None:
     assert resources["Service"]["metadata"]["labels"]["app.kubernetes.io/name"] == "kvfetch"  # the job in the rules
     (dashboard,) = resources["ConfigMap"]["data"].values()
     assert json.loads(dashboard) == json.loads((CHART.parents[1] / "grafana.json").read_text())
-
-
-def test_without_an_address_of_the_documentation_alerts_have_no_dead_links() -> None:
-    text = yaml.safe_dump(rendered(**LEAST, **ALL)["PrometheusRule"])
-    assert "RUNBOOKS" not in text
-    assert "runbook_url" not in text
-    assert text.count("alert:") == ALERTS.read_text().count("alert:")
+    unlinked = yaml.safe_dump(rendered(**LEAST, **ALL)["PrometheusRule"])
+    assert "RUNBOOKS" not in unlinked
+    assert "runbook_url" not in unlinked
 
 
 def test_only_peers_that_are_named_reach_the_store_and_it_reaches_nobody() -> None:
@@ -140,20 +136,15 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
     [
         ({"capcity": "10GiB"}, "capcity"),
         ({"service.prot": "1"}, "prot"),
-        *(({"capacity": each}, "capacity") for each in ("10G", "60")),
-        *(({"volume": each}, "volume") for each in ("10GiB", "500")),
+        ({"capacity": "10G"}, "capacity"),
+        ({"volume": "10GiB"}, "volume"),
         *(({"options": f"{{{each}}}"}, "options") for each in ("max-connections", "--nonsense=1", "--max-connections")),
         ({"options": "{--capacity=1TiB}"}, "options"),  # the chart's own
-        *(({"service.port": port}, "port") for port in ("0", "-1", "65536", "99999", "http")),
+        *(({"service.port": port}, "port") for port in ("0", "65536", "http")),
         ({"service.type": "clusterip"}, "type"),
-        *(({"serviceMonitor.interval": each}, "interval") for each in ("abc", "15", "15 s", "-")),
-        *(({"storageClassName": each}, "storageClassName") for each in ("-", "a: b")),
-        *(({key: "a: b"}, key) for key in ("tokenSecret", "tlsSecret", "existingClaim", "priorityClassName")),
-        *(
-            ({"capacity": each}, f"capacity: {each} does not fit into 95% of a volume of 500Gi")
-            for each in ("600GiB", "499.9GiB", "511GB")
-        ),
-        ({"volume": "450Gi"}, "capacity: 450GiB does not fit into 95% of a volume of 450Gi"),
+        ({"serviceMonitor.interval": "15"}, "interval"),
+        *(({key: "a: b"}, key) for key in ("storageClassName", "tokenSecret", "existingClaim", "priorityClassName")),
+        ({"capacity": "511GB"}, "capacity: 511GB does not fit into 95% of a volume of 500Gi"),
         *(({key: "null"}, f"{key}: name") for key in LEAST),  # what is missing
     ],
 )
@@ -161,11 +152,6 @@ def test_values_that_cannot_be_meant_are_refused(values: dict[str, str], message
     found = run("template", "kv", str(CHART), **LEAST | values)
     assert found.returncode != 0
     assert message in found.stderr
-
-
-def test_what_fits_is_taken() -> None:
-    for values in ({"capacity": "510GB"}, {"volume": "1Ti", "capacity": "970GiB"}, {"existingClaim": "mine"} | BIG):
-        assert run("template", "kv", str(CHART), **LEAST | values).returncode == 0
 
 
 def test_options_are_those_that_the_chart_leaves_to_users() -> None:
@@ -178,17 +164,11 @@ def test_options_are_those_that_the_chart_leaves_to_users() -> None:
 
 def test_values_that_yaml_would_take_for_something_else_stay_text() -> None:
     """Such as a class or a secret that is called like a number."""
-    values = {key: "123" for key in ("tokenSecret", "tlsSecret", "priorityClassName")}
-    found = run("template", "kv", str(CHART), "--set-string", "storageClassName=1e3", **LEAST, **ALL_MONITORS)
-    assert found.returncode == 0, found.stderr
-    resources = {each["kind"]: each for each in yaml.safe_load_all(found.stdout)}
-    (claim,) = resources["StatefulSet"]["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["storageClassName"] == "1e3"
-    assert resources["ServiceMonitor"]["spec"]["endpoints"][0]["interval"] == "15s"
+    values = {key: "123" for key in ("tokenSecret", "tlsSecret", "priorityClassName")} | {"storageClassName": "1e3"}
     strings = [word for key, value in values.items() for word in ("--set-string", f"{key}={value}")]
-    found = run("template", "kv", str(CHART), *strings, "--set", "image=kvfetch", "--set-string", "storageClassName=")
+    found = run("template", "kv", str(CHART), *strings, image="kvfetch")
     assert found.returncode == 0, found.stderr
     (stateful,) = (each for each in yaml.safe_load_all(found.stdout) if each["kind"] == "StatefulSet")
     require_accepted(stateful)
     (claim,) = stateful["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["storageClassName"] == ""  # no class, rather than the default one
+    assert claim["spec"]["storageClassName"] == "1e3"
