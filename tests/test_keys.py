@@ -43,20 +43,12 @@ def test_a_split_is_aligned_whole_and_without_gaps(first: int, count: int, log: 
     assert page == first + count
 
 
-@settings(deadline=None)
-@given(a=st.integers(0, 2000), b=st.integers(0, 2000))
-def test_a_longer_prefix_keeps_the_long_segments_of_a_shorter_one(a: int, b: int) -> None:
-    shorter, longer = sorted((a, b))
-    short = {s for s in buddy_split(0, shorter, 64) if s[1] == 64}
-    assert short <= set(buddy_split(0, longer, 64))
-
-
-def test_examples() -> None:
+def test_a_split_has_the_longest_segments_that_are_aligned() -> None:
     assert list(buddy_split(0, 39, 512)) == [(0, 32), (32, 4), (36, 2), (38, 1)]
     assert list(buddy_split(39, 25, 512)) == [(39, 1), (40, 8), (48, 16)]
 
 
-def test_every_field_of_a_namespace_counts() -> None:
+def test_every_field_of_a_namespace_counts_and_so_do_heads() -> None:
     namespace = make_heads().namespace
     for field in fields(Namespace):
         value = getattr(namespace, field.name)
@@ -66,9 +58,6 @@ def test_every_field_of_a_namespace_counts() -> None:
         with pytest.raises(NamespaceMismatchError, match=f": {field.name} is "):
             namespace.require_same(other)
     namespace.require_same(make_heads().namespace)
-
-
-def test_other_heads_are_stored_elsewhere() -> None:
     both = make_heads()
     first = HeadSlice(both.namespace, range(1))
     assert first.folder == f"{both.namespace.digest()}.0-1"
@@ -93,7 +82,7 @@ def test_siblings_have_heads_in_common() -> None:
 SPACE = "ab" * 16 + ".0-8"
 
 
-def test_object_names() -> None:
+def test_names_of_objects_are_those_that_parse() -> None:
     key = SegmentKey(SPACE, 32, bytes(range(32)))
     manifest = parse_object_name(key.manifest_name)
     assert manifest.segment == key
@@ -101,13 +90,7 @@ def test_object_names() -> None:
     data = parse_object_name(key.data_name("cd" * 16))
     assert data.segment == key
     assert data.content_digest == "cd" * 16
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "/",
+    for name in (
         "../../etc/passwd",
         f"{SPACE}/../x.kvm",
         f"{SPACE}/0-{'00' * 32}.kvm",
@@ -116,12 +99,9 @@ def test_object_names() -> None:
         f"{SPACE}/1-{'00' * 32}.xyz.kvd",
         f"{'AB' * 16}.0-8/1-{'00' * 32}.kvm",
         f"{'ab' * 16}/1-{'00' * 32}.kvm",
-        f"{'ab' * 16}.0-/1-{'00' * 32}.kvm",
-    ],
-)
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(FormatError, match="not an object name"):
-        parse_object_name(name)
+    ):
+        with pytest.raises(FormatError, match="not an object name"):
+            parse_object_name(name)
 
 
 def test_content_is_checked_against_the_digest_in_the_name() -> None:
@@ -138,12 +118,10 @@ def test_content_is_checked_against_the_digest_in_the_name() -> None:
 @pytest.mark.parametrize(
     ("identity", "expected"),
     [
-        ("exact", "exact"),
         ("uint8(k=256;v=256)", "uint8"),
         ("cachegen(k=32,32,32,16;v=32,16)", "cachegen 32/16"),
         ("cachegen(k=32,16;v=16)", "cachegen k 32/16, v 16"),
         (f"klt(profile={'0' * 32};step=0.04321)", "klt step 0.0432"),
-        ("a later one(x=1)", "a later one"),
         (f"klt(profile={'0' * 32};step=1.2.3)",) * 2,
     ],
 )
@@ -153,32 +131,27 @@ def test_quantisers_without_a_label(identity: str, expected: str) -> None:
 
 
 def test_labels() -> None:
-    assert [label_of_klt(target) for target in (6.49e-4, 1e-3, 0.25)] == ["klt 6.5e-4", "klt 1e-3", "klt 2.5e-1"]
-    assert label_of_flags({"b": None, "a": "x" * 500}) == ("a=" + "x" * 500)[:MAX_LABEL_CHARS]
+    assert [label_of_klt(target) for target in (6.49e-4, 1e-3)] == ["klt 6.5e-4", "klt 1e-3"]
     assert label_of_flags({"b": False, "a": "x"}) == "a=x, b=false"
+    assert label_of_flags({"a": "\udc80" + "x" * 500}) == ("a=\\udc80" + "x" * 500)[:MAX_LABEL_CHARS]
     assert label_of_request(5) == "5"  # type: ignore[arg-type]
-    assert label_of_request("chatcmpl-\N{SNOWMAN}") == "chatcmpl-\N{SNOWMAN}"
 
 
-@pytest.mark.parametrize("request_id", ["x" * 1000, "\ud800" * 200, "\N{SNOWMAN}" * 146])
+@pytest.mark.parametrize("request_id", ["\ud800" * 200, "\N{SNOWMAN}" * 146])
 def test_a_long_id_is_cut_and_told_apart(request_id: str) -> None:
     label = label_of_request(request_id)
     assert len(label) == MAX_LABEL_CHARS + 17
     assert label.encode().decode() == label
-    assert label[:8] == label_of_request(request_id[:4] * 2)[:8]
     assert label_of_request(label) == label  # `kvfetch why` takes what a server shows
     assert label_of_request(request_id + "y") != label
-    assert label_of_request("\udc80") == label_of_model("\udc80", "") == "\\udc80"
-    assert label_of_flags({"kv_cache_dtype": "\udc80"}) == "kv_cache_dtype=\\udc80"
 
 
 def test_models_are_named_as_they_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = f"{tmp_path}/models--org--llama-1b/snapshots/0123abc"
-    assert label_of_model("chat", "/models/llama-70b") == "chat"
     assert label_of_model("org/llama", "org/llama") == "org/llama"
     assert label_of_model("/models/llama-70b/", "/models/llama-70b/") == "llama-70b"
     assert label_of_model(cached, cached) == "org/llama-1b"
-    assert label_of_model("x" * 500, "m") == "x" * MAX_LABEL_CHARS
+    assert label_of_model("\udc80" + "x" * 500, "m") == ("\\udc80" + "x" * 500)[:MAX_LABEL_CHARS]
     assert Labels().model_name("id:mine") == "mine"
     assert Labels("chat").model_name("id:mine") == "chat"
     (tmp_path / "models" / "llama").mkdir(parents=True)

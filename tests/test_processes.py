@@ -34,7 +34,6 @@ print(next(line for line in open("/proc/self/status") if line.startswith("RssAno
 
 
 @pytest.mark.process
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 def test_freed_blocks_go_back_to_the_kernel() -> None:
     def resident(how: str) -> int:
         command = [sys.executable, "-c", _FREES_EVERY_OTHER_BLOCK, how]
@@ -62,8 +61,7 @@ def test_memory_is_limited_by_the_machine_and_by_the_container(tmp_path: Path, l
 def test_what_this_process_has_taken() -> None:
     with mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:  # malloc may have memory left
         before = own_bytes()
-        for _ in range(64):
-            taken.write(bytes(1 << 20))
+        taken.write(bytes(len(taken)))
         assert own_bytes() >= before + 0.9 * len(taken)
     assert available_bytes() > 1 << 20
 
@@ -100,7 +98,6 @@ print("returned")
     ("end", "code", "stderr"),
     [
         ("", 0, ""),
-        ("sys.exit()", 0, ""),
         ("sys.exit(3)", 3, ""),
         ("sys.exit('what is wrong')", 1, "what is wrong"),
         ("raise ValueError('ours')", 1, "ValueError: ours"),
@@ -120,12 +117,13 @@ def test_a_process_that_has_used_obstore_ends_as_python_would_but_takes_nothing_
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("args", "code"), [(["--version"], 0), (["inspect", "nowhere"], 2)])
-def test_commands_end_so(args: list[str], code: int) -> None:
+def test_commands_end_so() -> None:
     """Or one in five that has used S3 would abort."""
-    script = f"{_LAST}\nimport obstore\nfrom sgl_kvfetch.tools import main\nsys.argv[1:] = {args}\nmain()"
+    script = (
+        f"{_LAST}\nimport obstore\nfrom sgl_kvfetch.tools import main\nsys.argv[1:] = ['inspect', 'nowhere']\nmain()"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "taken apart" in done.stdout) == (code, False), done.stderr
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
 
 
 @pytest.mark.process
@@ -152,15 +150,11 @@ def test_only_the_calling_thread_computes_alone() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("policy", "spins"), [(None, False), ("active", True)])
-def test_threads_of_commands_sleep_while_they_wait(policy: str | None, spins: bool) -> None:
+def test_threads_of_commands_sleep_while_they_wait() -> None:
     """On a busy machine, a calibration whose threads spin takes several times the CPU time. This holds for each command
     that imports torch; `encode` imports little else."""
     environ = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE"}
     environ.pop("OMP_WAIT_POLICY", None)
-    if policy is not None:
-        environ["OMP_WAIT_POLICY"] = policy
     command = [sys.executable, "-m", "sgl_kvfetch.tools", "encode", "/none/such"]
     said = subprocess.run(command, env=environ, capture_output=True, text=True).stderr
-    (count,) = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", said)
-    assert (count != "0") == spins, said
+    assert re.findall(r"GOMP_SPINCOUNT = '(\w+)'", said) == ["0"], said

@@ -11,7 +11,7 @@ import trustme
 from sgl_kvfetch.tls import ends_of
 
 
-@pytest.mark.parametrize("year", [2027, 2049, 2050, 2080])  # from 2050 on, certificates have years of four digits
+@pytest.mark.parametrize("year", [2049, 2050])  # from 2050 on, certificates have years of four digits
 def test_when_certificates_end(year: int, tmp_path: Path) -> None:
     end = datetime(year, 3, 4, 5, 6, 7, tzinfo=UTC)
     leaf = trustme.CA(key_type=trustme.KeyType.ECDSA).issue_cert("127.0.0.1", not_after=end)

@@ -22,47 +22,21 @@ ON = {"OTEL_TRACES_EXPORTER": "otlp"}
 
 
 @pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch, receiver: OtlpReceiver) -> Iterator[None]:
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
     """This process exports traces to the receiver, one batch of at most 16 spans at a time."""
     settings = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
         "OTEL_EXPORTER_OTLP_TIMEOUT": "600",
         "OTEL_BSP_SCHEDULE_DELAY": "10",
         "OTEL_BSP_MAX_QUEUE_SIZE": "64",
         "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "16",
     }
-    for name, value in (ON | settings).items():
-        monkeypatch.setenv(name, value)
-    yield from started(monkeypatch)
-
-
-@pytest.fixture
-def log_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute does not pass, and other tests have logged nothing."""
-    monkeypatch.setattr(log, "_PERIOD_S", 1e9)
-    monkeypatch.setattr(tracing, "_limited", LimitedLogger(tracing.logger))
-
-
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(timeline, "_process", None)
-    timeline.start(3)
-    assert timeline.is_traced()
-    yield
-    timeline.close()
-
-
-def of_sglang(*, sampled: bool = True) -> SpanContext:
-    return SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(int(sampled)))
-
-
-def is_exporting() -> bool:
-    return any(thread.name.startswith("OtelBatch") for thread in threading.enumerate())
+    with OtlpReceiver() as receiver:
+        for name, value in (ON | settings | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(timeline, "_process", None)
+        timeline.start(3)
+        yield receiver
+        timeline.close()
 
 
 def fetch(request: Request, now_s: float) -> None:
@@ -80,30 +54,21 @@ def fetch(request: Request, now_s: float) -> None:
     timeline.add(request, "parked", now_s, now_s + 7, end="landed", tokens=480)
 
 
-@pytest.mark.usefixtures("traced")
 def test_a_fetch_is_a_span_with_a_child_for_each_stage(receiver: OtlpReceiver) -> None:
     now_s, wall_s = time.monotonic(), time.time()
     fetch(timeline.arrived("r1"), now_s)
     timeline.close()
     spans = {span.name: span for span in receiver.spans}
-    assert sorted(spans) == [f"kvfetch.{stage}" for stage in ("decode", "fetch", "lookup", "restore", "transmit")]
-    assert len(receiver.spans) == 5
     whole = spans.pop("kvfetch.fetch")
     assert whole.parent_id == ""
     assert {(span.trace_id, span.parent_id) for span in spans.values()} == {(whole.trace_id, whole.span_id)}
-    assert len({span.span_id for span in receiver.spans}) == 5
+    assert len({span.span_id for span in receiver.spans}) == len(receiver.spans) == 5
     assert whole.start_s == pytest.approx(wall_s, abs=60)
     times = {name: (span.start_s - whole.start_s, span.end_s - whole.start_s) for name, span in spans.items()}
     expected = {"lookup": (0, 1), "transmit": (1, 5), "decode": (3, 7), "restore": (4, 5)}
     assert times == {f"kvfetch.{stage}": pytest.approx(pair, abs=1e-3) for stage, pair in expected.items()}
     common = {"rid": "r1", "kvfetch.process": "3"}
     assert whole.attributes == common | {"kvfetch.end": "landed", "kvfetch.tokens": 480}
-    assert spans["kvfetch.lookup"].attributes == common | {"kvfetch.pages": 40, "kvfetch.found": 30}
-    assert spans["kvfetch.transmit"].attributes == common | {
-        "kvfetch.parts": 2,
-        "kvfetch.busy_s": 5.0,
-        "kvfetch.bytes": 150,
-    }
     assert spans["kvfetch.decode"].attributes == common | {
         "kvfetch.parts": 3,
         "kvfetch.busy_s": 3.0,
@@ -113,16 +78,9 @@ def test_a_fetch_is_a_span_with_a_child_for_each_stage(receiver: OtlpReceiver) -
     assert whole.resource["service.name"] == "sglang"
 
 
-@pytest.mark.usefixtures("traced")
-def test_ranks_share_a_trace_and_have_spans_of_their_own() -> None:
-    first, second, other = (timeline.arrived(name).traceparent for name in ("r", "r", "other"))
-    assert first[:36] == second[:36] != other[:36]
-    assert first != second
-
-
-@pytest.mark.usefixtures("traced")
-def test_a_fetch_is_a_child_of_sglangs_span(receiver: OtlpReceiver) -> None:
-    for name, span in (("r", of_sglang()), ("unsampled", of_sglang(sampled=False)), ("own", INVALID_SPAN_CONTEXT)):
+def test_a_fetch_is_a_child_of_sglangs_span_and_else_ranks_share_a_trace(receiver: OtlpReceiver) -> None:
+    sampled, unsampled = (SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(flag)) for flag in (1, 0))
+    for name, span in (("r", sampled), ("unsampled", unsampled), ("own", INVALID_SPAN_CONTEXT)):
         request = timeline.arrived(name)
         request.belongs_to(span)
         fetch(request, time.monotonic())
@@ -130,14 +88,18 @@ def test_a_fetch_is_a_child_of_sglangs_span(receiver: OtlpReceiver) -> None:
     ours, own = receiver.named("kvfetch.fetch")
     assert (ours.attributes["rid"], ours.trace_id, ours.parent_id) == ("r", f"{0xABC:032x}", f"{0xDEF:016x}")
     assert (own.attributes["rid"], own.parent_id) == ("own", "")
-    (child,) = (span for span in receiver.named("kvfetch.transmit") if span.attributes["rid"] == "r")
-    assert (child.trace_id, child.parent_id) == (ours.trace_id, ours.span_id)
+    assert {span.attributes["rid"] for span in receiver.children(ours)} == {"r"}
+    first, second, other = (timeline.arrived(name).traceparent for name in ("r", "r", "other"))
+    assert first[:36] == second[:36] != other[:36]
+    assert first != second
 
 
-@pytest.mark.usefixtures("traced", "log_once")
 def test_a_collector_that_hangs_costs_bounded_memory_and_closing_does_not_wait_for_it(
-    receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The SDK's warnings are logged once a minute, which does not pass."""
+    monkeypatch.setattr(log, "_PERIOD_S", 1e9)
+    monkeypatch.setattr(tracing, "_limited", LimitedLogger(tracing.logger))
     receiver.answers.clear()
     fetch(timeline.arrived("first"), time.monotonic())
     assert receiver.asked.wait(WAIT_S)
@@ -146,69 +108,17 @@ def test_a_collector_that_hangs_costs_bounded_memory_and_closing_does_not_wait_f
     timeline.close()
     assert receiver.spans == []
     receiver.answers.set()
-    wait_until(lambda: not is_exporting())
+    wait_until(lambda: not any(thread.name.startswith("OtelBatch") for thread in threading.enumerate()))
     assert 64 <= len(receiver.spans) <= 64 + 16
     assert [record.getMessage() for record in caplog.records] == ["traces: Queue full, dropping Span."]
 
 
-@pytest.mark.usefixtures("log_once")
-def test_a_collector_that_is_down_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with OtlpReceiver() as gone:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", gone.url)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.01")  # so that it is not tried again
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
-    for _ in started(monkeypatch):
-        for number in range(20):
-            fetch(timeline.arrived(f"r{number}"), time.monotonic())
-        timeline.close()
-        wait_until(lambda: not is_exporting())
-    (warning,) = caplog.records
-    assert warning.name == "sgl_kvfetch.tracing"
-    assert "batch" in warning.getMessage()
-
-
-def test_nothing_is_recorded_unless_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "_process", None)
-    timeline.start(1, {})
-    assert not timeline.is_traced()
-    timeline.add(Request("a"), "parked", 1.0, 2.0)
-    timeline.fetched(Request("a"))
-    assert timeline.arrived("b").traceparent == ""
-
-
-@pytest.mark.usefixtures("traced")
-def test_parts_of_all_threads_are_one_span_and_nobodys_are_none(receiver: OtlpReceiver) -> None:
-    request = timeline.arrived("r")
-
-    def add() -> None:
-        for i in range(500):
-            timeline.add(request, "transmit", i, i + 0.5, bytes=1)
-            timeline.add(timeline.NOBODY, "transmit", i, i + 0.5, bytes=1)
-
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    timeline.fetched(request)
-    timeline.fetched(timeline.NOBODY)
-    timeline.close()
-    (span,) = receiver.spans
-    assert (span.attributes["kvfetch.parts"], span.attributes["kvfetch.bytes"]) == (2000, 2000)
-
-
-def test_traces_are_off_unless_they_are_asked_for_and_go_by_one_protocol() -> None:
+def test_traces_are_off_unless_they_are_asked_for_and_go_by_one_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     off: tuple[dict[str, str], ...] = ({}, {"OTEL_TRACES_EXPORTER": "none"}, ON | {"OTEL_SDK_DISABLED": "true"})
     assert [check_tracing(environ) for environ in off] == [None] * 3
     assert check_tracing(ON | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}) is not None
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL = 'grpc': .* only as http/protobuf"):
         check_tracing(ON | {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"})
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delitem(sys.modules, "sgl_kvfetch.tracing", raising=False)
     monkeypatch.delattr(sgl_kvfetch, "tracing", raising=False)

@@ -25,7 +25,6 @@ KEY = "0f" * 32
 TOKEN = "s3cret-Zq7"
 MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
 MARK = "\ufeff"
-INVISIBLE = "\u200b"  # a space of no width, as web pages have them
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object], object]] = {
@@ -40,16 +39,20 @@ READERS: dict[str, tuple[str, Callable[[Path], object], object]] = {
 
 
 @pytest.mark.parametrize("what", READERS)
-def test_a_byte_order_mark_is_not_part_of_the_content(what: str, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_content_and_other_encodings_are_named(what: str, tmp_path: Path) -> None:
+    """PowerShell's ``>`` writes UTF-16."""
     text, read, expected = READERS[what]
     file = tmp_path / "file.jsonl" if what == "prompts" else tmp_path / "file"
-    for mark in ("", MARK):
-        file.write_bytes((mark + text).encode())
-        assert read(file) == expected
+    file.write_bytes((MARK + text).encode())
+    assert read(file) == expected
+    file.write_text(text, encoding="utf-16")
+    with pytest.raises(ConfigError, match="UTF-8") as caught:
+        read(file)
+    assert TOKEN not in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["one token", "tokens", "a client's token", "keys"])
-@pytest.mark.parametrize("bad", [INVISIBLE, "\u00e9", "\x07", f"{MARK}"], ids=ascii)
+@pytest.mark.parametrize("bad", ["\u200b", "\x07"], ids=ascii)
 def test_secrets_are_printable_ascii(what: str, bad: str, tmp_path: Path) -> None:
     """The error says where, and quotes nothing of the secret."""
     text, read, _ = READERS[what]
@@ -61,17 +64,6 @@ def test_secrets_are_printable_ascii(what: str, bad: str, tmp_path: Path) -> Non
     assert words[-1][3:] not in str(caught.value)
     with pytest.raises(ConfigError, match="printable ASCII"):
         ServerConfig(Path("/store"), token="s3cret" + bad)
-
-
-@pytest.mark.parametrize("what", READERS)
-def test_other_encodings_are_named(what: str, tmp_path: Path) -> None:
-    """PowerShell's ``>`` writes UTF-16."""
-    text, read, _ = READERS[what]
-    file = tmp_path / "file"
-    file.write_text(text, encoding="utf-16")
-    with pytest.raises(ConfigError, match="UTF-8") as caught:
-        read(file)
-    assert TOKEN not in str(caught.value)
 
 
 def test_comments_may_have_other_characters(tmp_path: Path) -> None:
