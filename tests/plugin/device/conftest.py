@@ -16,8 +16,7 @@ from sgl_kvfetch.protocol.quantiser import config_quantiser
 from sgl_kvfetch.stores import with_keys
 from sgl_kvfetch.triton_kernels import runtime
 from tests.linker import HAS_LINKER
-from tests.plugin.device.gated_store import GatedStore
-from tests.plugin.device.rig import Rig, make_rig
+from tests.plugin.device.rig import GatedStore, Rig, make_rig
 from tests.plugin.planes import store_in
 
 MakeRig = Callable[..., Rig]

@@ -141,15 +141,6 @@ class FakeDevice(Device):
                     return
                 self._random.choice(ready).step()
 
-    def run_for(self, event: Fence) -> None:
-        """Do no more work than must be done before an event."""
-        awaited = cast(FakeEvent, event)
-        while not awaited.is_done:
-            assert awaited.stream is not None
-            if not awaited.stream.can_step:
-                self.run_for(cast(FakeEvent, awaited.stream.queue[0]))
-            awaited.stream.step()
-
     def forward_pass(self, work: Callable[[], object]) -> None:
         """Launch a forward pass as SGLang's scheduler does when it overlaps with it."""
         self.forward.wait_event(self.scheduler.record_event())

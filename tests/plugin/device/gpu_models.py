@@ -1,5 +1,5 @@
-"""A model that is small enough for Triton's interpreter, servers that write and read its prompts, and what of them is
-in a pool."""
+"""A pool in a fake GPU's memory. A model that is small enough for Triton's interpreter, servers that write and read its
+prompts, and what of them is in a pool."""
 
 from __future__ import annotations
 
@@ -8,21 +8,50 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from harness import stand_in_pool
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.protocol import quantiser
 from sgl_kvfetch.protocol.arena import StagedCode
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
+from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.rig import Request, Rig
 
+GEOMETRY = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
+NUM_SLOTS = 512
+PLACES = [30, 2, 7, 9, 21, 4, 11, 12]
 LAYERS, HEADS, DIM = 3, 2, 8
+
+
+def make_pool(geometry: KVGeometry = GEOMETRY) -> MHATokenToKVPool:
+    pool: MHATokenToKVPool = stand_in_pool.make_pool(geometry, NUM_SLOTS)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.fill_(float("nan"))
+    return pool
+
+
+def make_pages(device: FakeDevice, geometry: KVGeometry = GEOMETRY, **sizes: Any) -> CudaPages:
+    return CudaPages(make_pool(geometry), geometry.page_size, device, device.forward, **sizes)
+
+
+def slots_of(pool_pages: list[int], page_size: int = 4) -> torch.Tensor:
+    return torch.tensor([page * page_size + i for page in pool_pages for i in range(page_size)])
+
+
+def set_slots(pages: CudaPages, pool_pages: list[int], value: float) -> None:
+    """Overwrite slots, as a forward pass may do."""
+    for layer in range(pages.geometry.num_layers):
+        for buffer in pages.layer_buffers(layer):
+            buffer[slots_of(pool_pages)] = value
 
 
 def use_small_model(monkeypatch: pytest.MonkeyPatch, num_heads: int = HEADS) -> None:
@@ -103,11 +132,3 @@ def left(rig: Rig, request: Request) -> None:
     """Let a request leave, and wait until the data plane knows it."""
     rig.linker.prefixes.leave(request.rid)
     rig.hear_plane()
-
-
-def staged_chunks(rig: Rig, tokens: list[int]) -> Any:
-    """Return the chunks of a prompt's cells as they are staged for a request that then leaves."""
-    request, chunks = staged(rig, tokens)
-    chunks = chunks.copy()
-    left(rig, request)
-    return chunks

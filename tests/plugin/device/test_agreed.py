@@ -27,9 +27,8 @@ from sgl_kvfetch.stores import Breaker
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.gated_store import Gate
 from tests.plugin.device.gpu_models import LAYERS, assert_close, loaded, make_quantiser, use_small_model
-from tests.plugin.device.rig import PAGE, Ranks, Rig, prompt
+from tests.plugin.device.rig import PAGE, Gate, Ranks, Rig, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

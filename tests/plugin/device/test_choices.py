@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.engine import data_plane
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.choice import FetchOrder
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import waiting_queue
 from sgl_kvfetch.plugin.device.waiting_queue import WaitingQueue
@@ -52,24 +51,14 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     assert fetched(rig, tokens, is_idle=True) == 32
 
 
-def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
-    make: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_late_fetches_end_counts(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else requests would wait for a data plane that is slower than the engine."""
-    fetch = Fetcher.fetch
-
-    async def late(*args: Any, **options: Any) -> FetchResult:
-        result = await fetch(*args, **options)
-        await asyncio.sleep(0.2)
-        return result
-
+    landed = FetchOrder.landed
+    monkeypatch.setattr(FetchOrder, "landed", lambda order, now_s, expected_s: landed(order, now_s, expected_s - 1e3))
     rig = make(recompute="auto")
     tokens = rig.stored(prompt(0))
-    monkeypatch.setattr(Fetcher, "fetch", late)
-    begun_s = time.monotonic()
     assert fetched(rig, tokens) == 32
-    compute_s = (time.monotonic() - begun_s) / 3  # the request waited for other things, too
-    compute_at(rig, compute_s / 32)
+    compute_at(rig, 1.0)
     assert fetched(rig, tokens) == 0
 
 
@@ -147,34 +136,37 @@ def test_pages_that_a_store_has_no_more_are_written_again_with_those_behind_them
     if is_cleared:
         assert rig.linker.clear()
     else:
-        rig.switch()
-        rig.await_switch()
+        rig.switch()()
     rig.compute(tokens)
     rig.write_all()
     assert fetched(rig, tokens) == 48
 
 
-def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[[], None]]:
-    """Fill the write queue, and let nobody wait long for its room. Return a list to which the size of each piece is
-    added that it has no room for, and what frees it."""
+Full = tuple[Rig, list[int], Callable[[], None]]
+STORED = prompt(9, 24)
+
+
+@pytest.fixture
+def full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Full:
+    """Return a rank whose write queue is full, and where nobody waits long for its room; a list to which the size of
+    each piece is added that it has no room for; and what frees it. The pool has room for three short prompts."""
     monkeypatch.setattr(data_plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
+    rig = make(write_queue_bytes=1 << 20, num_slots=124)
+    rig.stored(STORED)
     free = fill_queue(rig.parts.plane)
-    return note_refusals(rig.parts.plane, monkeypatch), free
+    return rig, note_refusals(rig.parts.plane, monkeypatch), free
 
 
 @pytest.mark.parametrize("is_wanted", [False, True], ids=["", "others need the pool"])
-def test_pages_wait_in_the_pool_for_room_in_the_write_queue(
-    is_wanted: bool, make: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
-    rig = make(write_queue_bytes=1 << 20, num_slots=124)
-    refusals, free = block_writes(rig, monkeypatch)
+def test_pages_wait_in_the_pool_for_room_in_the_write_queue(is_wanted: bool, full: Full) -> None:
+    rig, refusals, free = full
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
     assert rig.cache.linker.pending_offloads
     if is_wanted:
         rig.compute(prompt(1))
-        rig.settle(lambda: len(rig.cache.linker.pending_offloads) == 1)
+        rig.settle(lambda: len(rig.cache.linker.pending_offloads) < 2)
     free()
     if is_wanted:  # dropped pages are written when they come again
         rig.compute(prompt(0))
@@ -182,51 +174,39 @@ def test_pages_wait_in_the_pool_for_room_in_the_write_queue(
     assert fetched(rig, prompt(0)) == 32
 
 
-def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_do_not_wait_each_for_a_queue_that_stays_full(full: Full, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a store hangs: half of the pool would be of no use to others for as long."""
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", 1.0)
-    rig = make(write_queue_bytes=1 << 20)
-    refusals, free = block_writes(rig, monkeypatch)
+    rig, refusals, _ = full
     for seed in range(2):
         num_refusals = len(refusals)
         rig.compute(prompt(seed))
         rig.settle(lambda: not rig.cache.linker.pending_offloads)
         assert (len(refusals) == num_refusals + 1) == (seed > 0)
+
+
+def test_they_do_not_wait_while_the_store_takes_none(full: Full) -> None:
+    rig, _, free = full
     free()
-    rig.compute(prompt(2))
-    rig.write_all()
-    assert fetched(rig, prompt(2)) == 32
-
-
-def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
-    rig = make(write_queue_bytes=1 << 20)
     rig.store.puts.error = StoreError("timeout", "as told")
     rig.compute(prompt(0))
     rig.write_all()
     wait_until(lambda: not rig.parts.plane._peer._room._taken)
-    _, free = block_writes(rig, monkeypatch)
+    fill_queue(rig.parts.plane)
     rig.compute(prompt(1))
     rig.settle(lambda: not rig.cache.linker.pending_offloads)
-    free()
 
 
-@pytest.mark.parametrize("is_stored", [False, True])
-def test_they_do_not_wait_where_the_next_request_needs_their_room(
-    make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
-) -> None:
-    """SGLang lets all wait behind a request for which there is no room. ``is_stored``: it was staged, and is held."""
-    monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
-    rig = make(write_queue_bytes=1 << 20, num_slots=124)
-    if is_stored:
-        rig.stored(prompt(1, 24))
-    refusals, free = block_writes(rig, monkeypatch)
+@pytest.mark.parametrize("tokens", [STORED, prompt(1, 24)], ids=["it was staged, and is held", ""])
+def test_they_do_not_wait_where_the_next_request_needs_their_room(tokens: list[int], full: Full) -> None:
+    """SGLang lets all wait behind a request for which there is no room."""
+    rig, refusals, _ = full
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
     sampling = SimpleNamespace(max_new_tokens=1, ignore_eos=False)
     scheduler = SimpleNamespace(
         tree_cache=rig.cache,
-        waiting_queue=[Request("waits", [*prompt(1, 24), 1])],
+        waiting_queue=[Request("waits", [*tokens, 1])],
         running_batch=SimpleNamespace(reqs=[Request("runs", [0], sampling_params=sampling)]),
         last_batch=None,
         chunked_req=None,
@@ -241,4 +221,3 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
 
     wait_until(step, poll_s=0.001)
     assert scheduler.waiting_queue
-    free()

@@ -9,8 +9,7 @@ import pytest
 
 from harness.metrics import own_metric
 from harness.waiting import LoopClock
-from sgl_kvfetch.errors import ConfigError, KVFetchError
-from sgl_kvfetch.plugin.device.offloads import Copying
+from sgl_kvfetch.errors import KVFetchError
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, Ranks, Request, Rig, prompt
 from tests.plugin.queues import fill_queue
@@ -77,7 +76,7 @@ def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) 
     """Requests that are parked go on without the store. What is staged is loaded from where it lies."""
     rig.stored(prompt(0))
     request = arrive_until(rig, moment, prompt(0))
-    rig.switch()
+    await_switch = rig.switch()
     if is_aborted and moment == "admitted":
         assert rig.linker.cancel_queued_load(request.rid)
         rig.flush()
@@ -96,7 +95,7 @@ def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) 
     second = rig.arrive(prompt(0, 9))
     rig.await_unparked(second)  # at once, while the data plane ends, or when the next one serves
     rig.linker.prefixes.leave(second.rid)
-    rig.await_switch()
+    await_switch()
     rig.flush()
     assert rig.fetch(prompt(0)) == 0
     rig.write_all()
@@ -118,9 +117,7 @@ def test_a_flush_leaves_no_bytes_behind(make: MakeRig) -> None:
 
 def test_all_requests_behind_a_store_that_hangs_go_on_at_one_deadline(make: MakeRig) -> None:
     rig = make(device={"pool_share": 16 * PAGE / 256})  # two at a time
-    prompts = [prompt(seed) for seed in range(6)]
-    for tokens in prompts:
-        rig.stored(tokens)
+    prompts = [rig.stored(prompt(seed)) for seed in range(6)]
     rig.store.reads.is_open = False
     requests = [rig.arrive(tokens) for tokens in prompts]
     rig.settle(lambda: rig.service._stager._turns.pages_ahead == 6 * 8 and rig.store.reads.num_waiting > 0)
@@ -131,9 +128,6 @@ def test_all_requests_behind_a_store_that_hangs_go_on_at_one_deadline(make: Make
     rig.served.run(pass_deadline())
     rig.await_unparked(*requests)
     assert rig.admit(*requests[:3]) == [0, 0, 0]
-    for request in requests[3:]:
-        rig.linker.prefixes.leave(request.rid)
-    rig.store.reads.is_open = True
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -150,24 +144,13 @@ def test_nothing_is_loaded_after_the_weights_changed(make: MakeRig, moment: str)
     assert not rig.is_parked(rig.arrive(prompt(1)))
 
 
-def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make(write_queue_bytes=1 << 20)
-    free = fill_queue(rig.parts.plane)  # copies wait for room
-    rig.compute(prompt(0))
-    rig.step()
-    answers = iter([True, False])
-
-    def wait_until_unused(timeout_s: float) -> bool:
-        assert 1 < timeout_s < 600
-        states = [offload.state for offload in rig.linker._offloads._queue]
-        assert all(isinstance(state, Copying) and state.source.is_closed for state in states)
-        return next(answers)
-
-    monkeypatch.setattr(rig.linker._pages, "wait_until_unused", wait_until_unused)
-    rig.linker.stop_using_pool()
+def test_a_device_that_does_not_end_its_reads_keeps_the_pools_memory(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make()
+    monkeypatch.setattr(rig.linker._pages, "wait_until_unused", lambda timeout_s: False)
     with pytest.raises(KVFetchError, match="memory was not released: the device still reads the KV pool"):
         rig.linker.stop_using_pool()
-    free()
 
 
 # Attaching and detaching a store
@@ -177,7 +160,6 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
     ("backend", "policies", "message"),
     [
         ("file", NO_POLICIES, "accepts only the storage backend kvfetch"),
-        ("kvfetch", (None, "write_back"), "no policies"),
         ("kvfetch", ("timeout", None), "no policies"),
         ("kvfetch", NO_POLICIES, "detach it first"),
     ],
@@ -185,29 +167,20 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
 def test_what_cannot_be_attached_is_refused(
     make: MakeRig, backend: str, policies: tuple[str | None, str | None], message: str
 ) -> None:
-    linker = make().linker
-    if policies != NO_POLICIES:
-        linker.detach()
-    is_attached, said = linker.attach(backend, '{"store": "http://elsewhere"}', policies)
+    rig = make()
+    is_attached, said = rig.linker.attach(backend, '{"store": "http://elsewhere"}', policies)
     assert not is_attached
     assert message in said
+    assert rig.linker.attach("kvfetch", rig.parts.extra_config, NO_POLICIES)[0]  # which it is already
 
 
-def test_attaching_what_is_attached_succeeds(make: MakeRig) -> None:
-    rig = make()
-    said = "kvfetch is already attached with this config."
-    for text in (rig.parts.extra_config, None):
-        assert rig.linker.attach("kvfetch", text, NO_POLICIES) == (True, said)
-
-
-@pytest.mark.parametrize("fault", [ConfigError("no such key"), OSError("no such file")])
-def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
+def test_all_ranks_attach_or_none(make: MakeRig) -> None:
     ranks = Ranks(2)
     rigs = [make(rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
     text = rigs[0].parts.extra_config
 
     def refuse(extra_config: str | None) -> None:
-        raise fault
+        raise OSError("no such file")
 
     def change(rank: int, history: list[Any]) -> None:
         linker = rigs[rank].linker
@@ -220,8 +193,7 @@ def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
 
     (first, then), (second, _) = ranks.run(change)
     assert first == (False, "another rank could not attach the storage backend; see its log for the reason")
-    assert second[0] is False
-    assert str(fault) in second[1]
+    assert second == (False, "OSError: no such file")
     assert then == (True, "kvfetch is attached.")
 
 

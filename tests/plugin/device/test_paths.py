@@ -36,7 +36,7 @@ def test_the_path_of_a_page_to_a_gpu(kind: str, make: MakeRig, tmp_path: Path, m
         for number in range(2):
             writer.stored(prompt(number))
         rig = make(store=store.url, gpu=FakeDevice(), mode="read_only", **model)
-        monkeypatch.setattr(rig, "_compute", lambda *args: None)  # SGLang's part
+        monkeypatch.setattr(rig, "compute", lambda *args: None)  # SGLang's part
         monkeypatch.setattr(rig.linker, "batch_ended", lambda *args: None)
         for number in range(2):  # the first load makes what all have
             rig.hear_plane()

@@ -4,11 +4,10 @@ a fake GPU, where states are tried as well."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from torch.overrides import TorchFunctionMode
 
 from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.codec.container.manifest import decode_manifest
@@ -33,11 +32,10 @@ from sgl_kvfetch.plugin.device.pools import EnginePools, Load, SideBuffers, Side
 from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
 from sgl_kvfetch.protocol.arena import StagedValues
-from sgl_kvfetch.types import TENSORS
 from tests.plugin.backends import DIM, HEADS, LAYERS, PAGE_SIZE, POOL_PAGES, make_mla_pool, make_pool, make_states
 from tests.plugin.device.conftest import MakeRig
-from tests.plugin.device.cuda_pages import always_and_without, make_pages, slots_of, stored
 from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.gpu_models import make_pages, slots_of
 from tests.plugin.device.rig import Rig, prompt
 
 pytestmark = pytest.mark.slow
@@ -175,15 +173,6 @@ def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, 
     assert rig.holds(other, (num_tokens + 31) // 4 * 4)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_a_window_s_page_is_that_of_the_host_pool(layout: str) -> None:
-    host = make_pool(layout)
-    k, v = (pages_view(x, layout, PAGE_SIZE).flatten(0, 1) for x in host.kv_buffer)  # (slots, layers, heads, dim)
-    host.kv_buffer = torch.stack(host.kv_buffer)
-    buffers = [x[:, layer].clone() for x in (k, v) for layer in range(LAYERS)]
-    assert_equal_pages("swa", host, SideBuffers(buffers, PAGE_SIZE, torch.float32), 3 * PAGE_SIZE)
-
-
 def test_a_state_s_page_is_that_of_the_host_pool() -> None:
     host = make_states()
     states = [host.temporal_buffer, *host.conv_buffer]
@@ -233,64 +222,48 @@ def test_a_page_of_draft_layers_is_that_of_the_host_pool(layout: str, is_mla: bo
         host.target_layer_num, drafts = LAYERS - 2, [make_device(1) for _ in range(2)]
         fill(drafts, host, host.target_layer_num)
         pools = following(make_device(3), packed=drafts)
-        assert pools.sides.has_draft
         assert_equal_pages(PACKED, HostPages(host).packed, pools.side_buffers[PACKED], 3 * PAGE_SIZE)
         return
-    draft: Any = make_device()
+    draft: Any = make_device(LAYERS)
     fill([draft], host, 0)
-    pools = following(make_device(), draft=draft)
-    if is_mla:  # of other kinds of models, each rank's part is under its own name
-        pools.sides.identity(0, 2, is_mla=True)
-    else:
+    pools = following(make_device(LAYERS), draft=draft)
+    if not is_mla:
         host.kv_buffer = torch.stack(host.kv_buffer)
-        with pytest.raises(UnsupportedError, match="draft differ between ranks"):
-            pools.sides.identity(0, 2, is_mla=True)
     assert_equal_pages("draft", host, pools.side_buffers["draft"], 3 * PAGE_SIZE)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_a_page_of_an_indexer_s_keys_is_that_of_the_host_pool(layout: str) -> None:
+def test_a_page_of_an_indexer_s_keys_is_that_of_the_host_pool() -> None:
     """Layers that take the choice of the layer before have none. MTP's, which is packed, has."""
     size, num_pages = 64, 8
     flags: dict[str, Any] = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "index_head_dim": 128, "kv_cache_dim": 64}
-    flags |= {
-        "dtype": torch.bfloat16,
-        "device": "cpu",
-        "enable_memory_saver": False,
-        "index_buf_size": num_pages * size,
-    }
+    flags |= {"dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
+    flags |= {"index_buf_size": num_pages * size}
     model = DSATokenToKVPool(num_pages * size, size, layer_num=3, skip_topk_layers=[False, True, False], **flags)
     draft = DSATokenToKVPool(num_pages * size, size, layer_num=1, **flags)
     keys = [x for pool in (model, draft) for x in pool.index_k_with_scale_buffer if len(x)]
-    host: Any = object.__new__(DSAIndexerPoolHost)
     for number, x in enumerate(keys):
         x.copy_(torch.randint(256, x.shape, generator=torch.Generator().manual_seed(number)))
-    content = torch.stack(keys)  # (layers, pages, bytes)
-    if layout == "page_first_direct":
-        content = content.transpose(0, 1)[:, :, None].contiguous()
-    vars(host).update(layout=layout, page_size=size, index_k_with_scale_buffer=content, dtype=model.store_dtype)
-    vars(host).update(layer_num=3, indexer_page_stride_size=keys[0].shape[1], indexer_dtype=torch.uint8)
+    content = torch.stack(keys, dim=1)[:, :, None].contiguous()  # (pages, layers, 1, bytes)
+    host: Any = object.__new__(DSAIndexerPoolHost)
+    vars(host).update(layout="page_first_direct", page_size=size, index_k_with_scale_buffer=content, layer_num=3)
+    vars(host).update(dtype=model.store_dtype, indexer_page_stride_size=keys[0].shape[1], indexer_dtype=torch.uint8)
     pools = following(model, size, packed=[draft])
     assert pools.following == ("indexer", PACKED)
     assert pools.layers == range(3)
     assert_equal_pages("indexer", host, pools.side_buffers["indexer"], 3 * size)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_a_page_of_plain_keys_of_an_indexer_is_that_of_the_host_pool(layout: str) -> None:
-    sparse = {"sparse_layer_ids": [1, 2], "disable_value_sparse_layer_ids": [1, 2]}
-    shape = {"head_num": HEADS, "head_dim": DIM, "idx_head_dim": 32, "dense_layer_ids": [0], **sparse}
-    model = MiniMaxSparseKVPool(
-        8 * PAGE_SIZE, PAGE_SIZE, torch.bfloat16, device="cpu", start_layer=0, end_layer=3, **shape
-    )
+def test_a_page_of_plain_keys_of_an_indexer_is_that_of_the_host_pool() -> None:
+    sparse = {"sparse_layer_ids": [1, 2], "disable_value_sparse_layer_ids": [1, 2], "dense_layer_ids": [0]}
+    shape = {"head_num": HEADS, "head_dim": DIM, "idx_head_dim": 32, "start_layer": 0, "end_layer": 3, **sparse}
+    model = MiniMaxSparseKVPool(8 * PAGE_SIZE, PAGE_SIZE, torch.bfloat16, device="cpu", **shape)
     keys = model.index_k_pool.k_buffer
     for number, x in enumerate(keys):
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(number)))
-    content = torch.stack(keys)
-    if layout == "page_first_direct":
-        content = content.view(2, -1, PAGE_SIZE, 1, 32).transpose(0, 1).contiguous()
+    content = torch.stack(keys).view(2, -1, PAGE_SIZE, 1, 32).transpose(0, 1).contiguous()
     host: Any = object.__new__(MHATokenToKOnlyPoolHost)
-    vars(host).update(layout=layout, page_size=PAGE_SIZE, k_buffer=content, dtype=torch.bfloat16, layer_num=2)
+    vars(host).update(layout="page_first_direct", page_size=PAGE_SIZE, k_buffer=content, dtype=torch.bfloat16)
+    host.layer_num = 2
     pools = following(model)
     assert pools.kv is model.main_pool
     assert_equal_pages("indexer", host, pools.side_buffers["indexer"], 3 * PAGE_SIZE, heads=1, dim=32)
@@ -301,9 +274,6 @@ def test_side_pools_that_are_not_tried_are_refused() -> None:
     scaled = DSATokenToKVPool(64, 64, 48, torch.float8_e4m3fn, 16, 1, "cpu", 128, False, **is_scaled)
     with pytest.raises(UnsupportedError, match="DSATokenToKVPool"):
         following(scaled, 64)
-    windows = SWAKVPool(64, 64, PAGE_SIZE, torch.float32, HEADS, DIM, [1], [0], "cpu")
-    with pytest.raises(UnsupportedError, match="SWAKVPool"):
-        following(plain_pool(), packed=[windows])
     for other in (ComponentType.SWA, ComponentType.MAMBA, ComponentType.C128):  # which its pages would lack
         message = f"a KV cache of .*{other}.* in the pools MHATokenToKVPool: add --en"
         with pytest.raises(UnsupportedError, match=message):
@@ -330,53 +300,31 @@ def assert_equal_pages(
 # On a GPU
 
 
-class OnDevice(torch.Tensor):
-    """Numbers that are on a GPU: nothing may ask for them, which would wait for the GPU."""
+class NoWaits(TorchFunctionMode):
+    """Nothing may ask for numbers that are on a GPU, which would wait for it."""
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         assert name not in {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"}, name
-        return super().__torch_function__(function, types, args, kwargs)
+        return function(*args, **(kwargs or {}))
 
 
 def test_slots_stay_on_a_gpu(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the scheduler's thread does with those that SGLang hands over, it does not wait for them."""
     rig = make(window=WINDOW, gpu=FakeDevice())
-    seen: list[str] = []
 
-    def hide(call: Callable[..., Any]) -> Callable[..., Any]:
-        def hidden(*args: Any, **kwargs: Any) -> Any:
-            transfers = next((x for x in args if isinstance(x, list)), [])
-            for transfer in transfers:
-                transfer.device_indices = transfer.device_indices.as_subclass(OnDevice)
-            seen.append(call.__name__)
-            found = call(*args, **kwargs)
-            for transfer in transfers:  # SGLang goes on with what it gave
-                transfer.device_indices = transfer.device_indices.as_subclass(torch.Tensor)
-            return found.as_subclass(OnDevice) if isinstance(found, torch.Tensor) else found
+    def without_waits(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with NoWaits():
+            return call(*args, **kwargs)
 
-        return hidden
-
-    core = rig.cache.tree_core
-    for owner, name in ((rig.linker, "load"), (rig.linker, "offload")):
-        monkeypatch.setattr(owner, name, hide(getattr(owner, name)))
-    begin = rig.linker._offloads._begin
-
-    def begin_hidden(*args: Any) -> None:
-        with (
-            patch.object(core, "get_component_device_value", hide(core.get_component_device_value)),
-            patch.object(rig.cache, "path_device_indices", hide(rig.cache.path_device_indices)),
-        ):
-            begin(*args)
-
-    monkeypatch.setattr(rig.linker._offloads, "_begin", begin_hidden)
+    for owner, name in (
+        *((rig.linker, name) for name in ("load", "offload", "start_layer_wise_loading")),
+        (rig.linker._offloads, "step"),
+    ):
+        monkeypatch.setattr(owner, name, partial(without_waits, getattr(owner, name)))
     tokens = rig.stored(prompt(0))
     assert rig.fetch(tokens) == 32
     assert rig.holds_window(tokens, WINDOW)
-    assert {*seen} == {"load", "offload", "get_component_device_value", "path_device_indices"}
 
 
 SLOTS, STATE_PAGES = 6, 3
@@ -418,21 +366,19 @@ def test_states_are_restored_beside_values(seed: int, scratch_bytes: int) -> Non
     device.run()
     assert ends == [True]
     assert torch.equal(seen[0], expected)
-    for tensor, x in zip(TENSORS, values, strict=True):
-        assert torch.equal(stored(pages, tensor, [5]), x.transpose(0, 1))
+    found = zip(*(pages.layer_buffers(layer) for layer in range(4)), strict=True)
+    for buffers, x in zip(found, values, strict=True):
+        assert torch.equal(torch.stack([buffer[slots_of([5])] for buffer in buffers]), x)
     loader.close()
 
 
-def test_states_are_read_after_they_are_computed() -> None:
-    def is_right(seed: int, fences: bool) -> bool:
-        device = FakeDevice(seed)
-        states = make_gpu_states()
-        pages = make_pages(device, read_buffer_bytes=states.most_row_bytes)  # several pieces
-        device.forward_pass(lambda: [x.fill_(9) for x in states._rows])
-        with nullcontext() if fences else patch.object(pages, "fences", return_value=[]):
-            read = pages.open_side_reads(states, torch.tensor([4, 1]))
-        found = torch.stack([read(page) for page in range(2)])
-        device.run()
-        return torch.equal(found, states.gather(torch.tensor([4, 1])))
-
-    assert always_and_without(is_right) == (True, False)
+@pytest.mark.parametrize("seed", range(8))
+def test_states_are_read_after_they_are_computed(seed: int) -> None:
+    device, slots = FakeDevice(seed), torch.tensor([4, 1])
+    states = make_gpu_states()
+    pages = make_pages(device, read_buffer_bytes=states.most_row_bytes)  # several pieces
+    device.forward_pass(lambda: [x.fill_(9) for x in states._rows])
+    read = pages.open_side_reads(states, slots)
+    found = torch.stack([read(page) for page in range(2)])
+    device.run()
+    assert torch.equal(found, states.gather(slots))
