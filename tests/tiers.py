@@ -61,7 +61,7 @@ SLOW = {
     "tests": "blocks",
     "tests/benchmarks": "codec",
     "tests/codec/bitstream": "ans ladder nvdec",
-    "tests/codec/calibrate": "addend calibrate layer_map layers packed pools",
+    "tests/codec/calibrate": "addend calibrate layer_map layers packed",
     "tests/codec/container": "bounds encryption segment sides",
     "tests/codec/quant": "klt",
     "tests/directory": "catalog disk_room dropped_levels",

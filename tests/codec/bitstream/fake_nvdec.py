@@ -1,13 +1,13 @@
 """PyNvVideoCodec's decoder as it behaves, on the CPU: pictures by libavcodec, into surfaces that are written again from
-the next ``Decode`` on, on the decoder's stream. Signatures are those of version 2.2.4."""
+the next ``Decode`` on, on the decoder's stream. Arguments are those of version 2.2.4."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
-from threading import Event, Lock
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -18,28 +18,6 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.nvdec import CHROMA, NUM_SURFACES, DecodeCaps, Nvdec
 from tests.plugin.device.fake_streams import FakeDevice, FakeStream
-
-
-class PacketData:
-    __slots__ = ("bsl", "bsl_data", "decode_flag", "pts")
-
-    def __init__(self) -> None:
-        self.bsl = self.bsl_data = self.decode_flag = self.pts = 0
-
-
-class VideoPacketFlag(IntEnum):
-    ENDOFSTREAM = 1
-    ENDOFPICTURE = 8
-
-
-class DisplayDecodeLatencyType(IntEnum):
-    NATIVE = 0
-    LOW = 1
-    ZERO = 2
-
-
-class CudaVideoCodec(IntEnum):
-    HEVC = 8
 
 
 class Surface:
@@ -63,27 +41,23 @@ class Decoder:
     _cudastream: int
     _stream: FakeStream
     largest: tuple[int, int]
-    _latency: DisplayDecodeLatencyType
-    _size: tuple[int, int] | None = None
     _surfaces: list[torch.Tensor] = field(default_factory=list)
     _context: av.VideoCodecContext | None = None
     _held: list[torch.Tensor] = field(default_factory=list)
 
-    def Decode(self, packet: PacketData) -> list[Surface]:
-        is_end = bool(packet.decode_flag & VideoPacketFlag.ENDOFSTREAM) or not packet.bsl
-        self._nvc.at_gate.set()
-        assert self._nvc.gate.wait(20)
+    def Decode(self, packet: SimpleNamespace) -> list[Surface]:
+        is_end = packet.decode_flag == "end of stream" or not packet.bsl
         data = b"" if is_end else ctypes.string_at(packet.bsl_data, packet.bsl)
         self._nvc.packets.append(data)
         if self._nvc.fails == "decode" and not is_end:
             raise RuntimeError("cuvidDecodePicture returned error 999")
         pictures = [*self._held, *self._decoded(data, is_end)]
-        held = 0 if is_end or self._latency == DisplayDecodeLatencyType.LOW else self._nvc.latency_pictures
+        held = 0 if is_end else self._nvc.latency_pictures
         self._held, pictures = pictures[len(pictures) - held :] if held else [], pictures[: len(pictures) - held]
-        if self._nvc.fails == "extra" and is_end:
-            pictures = [*pictures, torch.zeros(self._nvc.last_shape, dtype=torch.uint8)]
-        if self._nvc.fails == "missing" and is_end:
-            pictures = pictures[:-1] if pictures else []
+        if is_end and self._nvc.fails == "extra":
+            pictures += pictures[-1:]
+        if is_end and self._nvc.fails == "missing":
+            pictures = pictures[:-1]
         return [self._surface(index, picture) for index, picture in enumerate(pictures)]
 
     def _decoded(self, data: bytes, is_end: bool) -> list[torch.Tensor]:
@@ -97,22 +71,14 @@ class Decoder:
             found = []  # the real one raises nothing either
         if is_end:
             self._context = None
-        return [self._as_configured(picture) for picture in found]
+        return [self._rows(picture) for picture in found]
 
-    def _as_configured(self, picture: av.VideoFrame) -> torch.Tensor:
-        """A picture of another size than the decoder's first ones is scaled to that, silently."""
-        size = picture.width, picture.height
-        assert size[0] <= self.largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
-        self._size = self._size or size
-        if size != self._size:
-            width, height = self._size
-            picture = picture.reformat(width, height)
-        rows = picture.to_ndarray()  # 4:4:4: (3, H, W); 4:2:0: luma, then both chromas
-        self._nvc.last_shape = (rows.size // picture.width, picture.width)
-        if self._nvc.fails in ("pixels", "one pixel"):
-            rows = np.ones_like(rows) if self._nvc.fails == "pixels" else rows.copy()
-            rows.flat[0] ^= 1 << 6
-        return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, picture.width))
+    def _rows(self, picture: av.VideoFrame) -> torch.Tensor:
+        assert picture.width <= self.largest[0], "Reconfigure Not supported when width/height > maxwidth/maxheight"
+        rows = np.array(picture.to_ndarray()).reshape(-1, picture.width)  # all planes; of 4:2:0, luma, then chroma
+        if self._nvc.fails == "pixels":
+            rows[0, 0] ^= 1 << 6
+        return torch.from_numpy(rows)
 
     def _surface(self, index: int, picture: torch.Tensor) -> Surface:
         while len(self._surfaces) <= index:
@@ -124,24 +90,20 @@ class Decoder:
 
 class FakeNvc:
     """The module. ``fails`` names what goes wrong from then on. ``most_bytes``: the most that 4:4:4 decoders' surfaces
-    took at once. Decoders wait until ``gate`` is set."""
+    took at once. ``sizes``: of all decoders that were made."""
 
-    PacketData = PacketData
-    VideoPacketFlag = VideoPacketFlag
-    DisplayDecodeLatencyType = DisplayDecodeLatencyType
-    cudaVideoCodec = CudaVideoCodec
+    PacketData = staticmethod(partial(SimpleNamespace, bsl=0, bsl_data=0, decode_flag=""))
+    VideoPacketFlag = SimpleNamespace(ENDOFSTREAM="end of stream", ENDOFPICTURE="end of picture")
+    DisplayDecodeLatencyType = SimpleNamespace(NATIVE=0, LOW=1)
+    cudaVideoCodec = SimpleNamespace(HEVC=8)
 
     def __init__(self, device: FakeDevice, *, latency_pictures: int = 1) -> None:
         self.device = device
         self.latency_pictures = latency_pictures
-        self.latency = DisplayDecodeLatencyType.NATIVE  # the one that decoders have to ask for
         self.fails = ""
-        self.calls: list[tuple[Any, ...]] = []
+        self.sizes: list[tuple[int, int]] = []
         self.packets: list[bytes] = []
-        self.last_shape: tuple[int, int] = (1, 1)
         self.most_bytes = 0
-        self.gate, self.at_gate = Event(), Event()
-        self.gate.set()
         self._live: WeakSet[Decoder] = WeakSet()
         self._lock = Lock()
 
@@ -151,23 +113,23 @@ class FakeNvc:
 
     def CreateDecoder(
         self,
-        gpuid: int = 0,
-        codec: Any = None,
-        cudacontext: int = 0,
-        cudastream: int = 0,
-        usedevicememory: bool = False,
-        maxwidth: int = 0,
-        maxheight: int = 0,
-        latency: Any = DisplayDecodeLatencyType.NATIVE,
+        *,
+        gpuid: int,
+        codec: Any,
+        cudacontext: int,
+        cudastream: int,
+        usedevicememory: bool,
+        maxwidth: int,
+        maxheight: int,
+        latency: int,
     ) -> Decoder:
-        self.calls.append(("CreateDecoder", maxwidth, maxheight))
-        assert (gpuid, codec, usedevicememory) == (0, CudaVideoCodec.HEVC, True)
-        assert latency == self.latency, "with LOW, the engine would wait for the host after each picture"
+        self.sizes.append((maxwidth, maxheight))
+        assert (gpuid, codec, cudacontext, usedevicememory) == (0, 8, 0, True)
+        assert latency == 0, "with LOW, the engine would wait for the host after each picture"
         assert cudastream != 0, "the default stream"
         if self.fails == "create":
             raise RuntimeError("CreateDecoder: out of memory")
-        stream = self.device.streams[cudastream - 1]
-        decoder = Decoder(self, cudastream, stream, (maxwidth, maxheight), latency)
+        decoder = Decoder(self, cudastream, self.device.streams[cudastream - 1], (maxwidth, maxheight))
         with self._lock:
             self._live.add(decoder)
             self.most_bytes = max(self.most_bytes, self.live_bytes)

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = CODECS | {
 EVERY_CODEC = pytest.mark.parametrize("codec", IMPLEMENTATIONS.values(), ids=list(IMPLEMENTATIONS))
 
 
-def pictures(num_frames: int, height: int, width: int, kind: str = "mixed") -> torch.Tensor:
+def pictures(num_frames: int, height: int = 144, width: int = 144, kind: str = "mixed") -> torch.Tensor:
     generator = torch.Generator().manual_seed(num_frames)
     noise = torch.randint(0, 256, (num_frames, 3, height, width), generator=generator, dtype=torch.uint8)
     if kind == "mixed":
@@ -110,15 +110,6 @@ def test_other_sizes_than_that_of_the_frames_are_corrupt() -> None:
             get_codec(name).decode(bad, (1, 144, 144))
 
 
-def test_access_units() -> None:
-    units = [b"one", b"", b"three"]
-    assert [bytes(u) for u in split_access_units(join_access_units(units))] == units
-    with pytest.raises(CorruptError, match="claims"):
-        split_access_units(b"\xff\xff\xff\xff")
-    with pytest.raises(CorruptError, match="accounts for"):
-        split_access_units(join_access_units(units) + b"x")
-
-
 def test_pictures_are_predicted_from_those_before_them() -> None:
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(0, 256, (1, 3, 144, 152), generator=generator)
@@ -132,8 +123,9 @@ def test_pictures_are_predicted_from_those_before_them() -> None:
 def test_hardware_can_be_fed_without_a_demuxer(name: str, height: int, width: int) -> None:
     """Annex B: a picture is an access unit, and the first one begins with parameter sets. They signal a level that
     hardware knows; x265's own for lossless video is 8.5, which is none."""
-    units = split_access_units(get_codec(name).encode(pictures(2, height, width)))
+    units = split_access_units(bitstream := get_codec(name).encode(pictures(2, height, width)))
     assert len(units) == (2 if name == "hevc" else 6)
+    assert join_access_units([bytes(unit) for unit in units]) == bitstream
     # Without start codes and emulation prevention.
     first = [unit.replace(b"\0\0\3", b"\0\0") for unit in bytes(units[0]).split(b"\0\0\1")[1:]]
     assert [unit[0] >> 1 & 63 for unit in first[:3]] == [32, 33, 34]  # VPS, SPS, PPS

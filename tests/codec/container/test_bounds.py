@@ -7,8 +7,9 @@ import io
 import math
 import random
 import struct
+import subprocess
+import sys
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -77,13 +78,9 @@ def test_a_manifest_has_a_size_that_writers_keep_and_readers_demand() -> None:
     with pytest.raises(FormatError, match=r"manifest of 32000 chunks takes 1[0-9]{6} bytes, more than 1048576"):
         full.encode()
     body = body_of(manifest)
-    for padding, fault in ((MAX_MANIFEST_BYTES - 2000, None), (MAX_MANIFEST_BYTES, "more than 1048576")):
-        large = sealed(body | {"later": bytes(padding)})
-        if fault is None:
-            decode_manifest(large)
-            continue
-        with pytest.raises(FormatError, match=fault):
-            decode_manifest(large)
+    decode_manifest(sealed(body | {"later": bytes(MAX_MANIFEST_BYTES - 2000)}))
+    with pytest.raises(FormatError, match="more than 1048576"):
+        decode_manifest(sealed(body | {"later": bytes(MAX_MANIFEST_BYTES)}))
 
 
 @pytest.mark.parametrize(("num_heads", "cell_heads", "expected"), [(8, 1, 128), (64, 2, 32), (32, 2, 64)])
@@ -158,7 +155,9 @@ def test_parts_of_bytes_are_what_kernels_expect(name: Any) -> None:
     reader, cell = SegmentReader(coded.manifest, quantiser), next(coded.manifest.cells())
     good = reader.decode_cell(cell, reader.chunks_in(cell, [coded.data]))[0].numpy().tobytes()
     bad = dict.fromkeys((good[:-1], good[:-2], good + good, b""), "scales|exponents")
-    if name != "klt":
+    if name == "klt":
+        bad |= dict.fromkeys((good[:-1] + bytes([x]) for x in (1, 119, 137)), "exponent is not 120 to 136")
+    else:
         bad |= dict.fromkeys((good[:-2] + bytes.fromhex(x) for x in ("c07f", "807f", "80ff")), "a scale is not finite")
     for raw, message in bad.items():
         manifest, data = with_part(coded, 0, raw)
@@ -170,27 +169,19 @@ def test_parts_of_bytes_are_what_kernels_expect(name: Any) -> None:
 # What a bitstream decodes to
 
 
-@pytest.fixture
-def decodes_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("a picture was given to the decoder")
-
-    monkeypatch.setattr(av, "Packet", fail)
-
-
 def pictures(side: int, count: int = 1) -> torch.Tensor:
     return torch.zeros((count, 3, side, side), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", ["hevc", "hevc420"])
-def test_hevc_of_many_nal_units_is_refused_before_it_is_decoded(name: str, request: pytest.FixtureRequest) -> None:
+def test_hevc_of_many_nal_units_is_refused_before_it_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """libavcodec takes 4.6 KB for each, and leaves out those that it does not know: the pictures are right."""
     codec = get_codec(name)
     first, *others = map(bytes, split_access_units(codec.encode(pictures(144))))
     reserved = b"\0\0\1\x52\1"  # type 41
     few = join_access_units([first + reserved * 200, *others])
     assert torch.equal(codec.decode(few, (1, 144, 144)), pictures(144))
-    request.getfixturevalue("decodes_no_picture")
+    monkeypatch.delattr(av, "Packet")
     with pytest.raises(CorruptError, match=r"picture has 304 NAL units, more than 256"):
         codec.decode(join_access_units([first + reserved * 300, *others]), (1, 144, 144))
 
@@ -209,24 +200,18 @@ def test_hevc_of_many_pictures_is_refused_before_they_are_listed(name: str) -> N
     assert most_bytes < 1 << 20
 
 
-def filtered(bitstream: bytes, description: str) -> bytes:
+def cropped(bitstream: bytes, by: int) -> bytes:
     units = split_access_units(bitstream)
     with av.open(io.BytesIO(b"".join(units)), format="hevc") as container:
+        description = f"hevc_metadata=crop_right={by}:crop_bottom={by}"
         bsf = av.bitstream.BitStreamFilterContext(description, container.streams.video[0])
         return join_access_units([bytes(packet) for unit in units for packet in bsf.filter(av.Packet(bytes(unit)))])
 
 
-def cropped(bitstream: bytes, by: int) -> bytes:
-    return filtered(bitstream, f"hevc_metadata=crop_right={by}:crop_bottom={by}")
-
-
-def test_hevc_may_be_coded_in_whole_units() -> None:
-    codec = get_codec("hevc")
-    assert torch.equal(codec.decode(cropped(codec.encode(pictures(160)), 16), (1, 144, 144)), pictures(144))
-
-
-def test_hevc_of_another_form_is_refused_before_it_is_decoded(request: pytest.FixtureRequest) -> None:
+def test_hevc_of_another_form_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures may be coded in whole units, and cropped by less than one."""
     codec, chroma = get_codec("hevc"), get_codec("hevc420")
+    assert torch.equal(codec.decode(cropped(codec.encode(pictures(160)), 16), (1, 144, 144)), pictures(144))
     large, good = codec.encode(pictures(1024)), codec.encode(pictures(144, 2))
     (other,), (first, second) = (list(map(bytes, split_access_units(each))) for each in (large, good))
     bad = (
@@ -239,24 +224,13 @@ def test_hevc_of_another_form_is_refused_before_it_is_decoded(request: pytest.Fi
         # Other beginnings are taken for a configuration record, in which sizes take the place of start codes.
         (codec, join_access_units([b"\x01" + first, second]), 2, "start code"),
     )
-    request.getfixturevalue("decodes_no_picture")
+    monkeypatch.delattr(av, "Packet")
     for which, bitstream, count, message in bad:
         with pytest.raises(CorruptError, match=message):
             which.decode(bitstream, (count, 144, 144))
 
 
 # Shapes of a manifest
-
-
-def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to the values of a body, a few of each array, and to fields that it does not have."""
-    yield path
-    if isinstance(node, dict):
-        for key in [*node, "another"]:
-            yield from places(node.get(key), (*path, key))
-    elif isinstance(node, list):
-        for index in range(min(2, len(node))):
-            yield from places(node[index], (*path, index))
 
 
 def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -286,7 +260,6 @@ MALFORMED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     *((_VARIANT, {"data_digest": digest}, "regex") for digest in _DIGESTS),
     (_LAYOUT, {"width": 4096, "height": 2048}, "exceeds"),
     (_LAYOUT, {"width": 136, "height": 144}, "expected sides"),
-    (_LAYOUT, {"width": 145, "height": 144}, "multiples of 8"),
     (_LAYOUT, {"width": 148, "height": 144}, "multiples of 8"),
     (_LAYOUT, {"width": 144, "height": 65536}, "exceeds"),
     (_LAYOUT, {"width": 2000, "height": 2000}, r"k frames of \d+ bytes for"),  # for a few coded bytes
@@ -307,20 +280,17 @@ def test_malformed_manifests_are_refused() -> None:
             decode_manifest(sealed(changed(body, path, value)))
 
 
-@pytest.mark.parametrize("depth", [900, 1000, 100_000])
+@pytest.mark.parametrize("depth", [1000, 100_000])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x81"], ids=["arrays", "maps", "keys"])
 def test_deep_nesting_is_malformed_wherever_it_is(depth: int, opening: bytes) -> None:
     body = body_of(make_segment(codec="hevc", quantiser=make_quantiser("uint8"))[0].manifest)
     mark = msgspec.msgpack.Ext(7, b"\x07")
     nested = opening * depth + b"\xc0" * (depth + 1 if opening == b"\x81" else 1)
-    for path in places(body):
+    inside = (*_NAMESPACE, "model"), (*_NAMESPACE, "another"), (*_VARIANT, "another"), (*_LAYOUT, "width")
+    for path in ((), *((key,) for key in (*body, "another")), *inside):
         packed = msgspec.msgpack.encode(changed(body, path, mark)).replace(b"\xd4\x07\x07", nested)
-        try:
+        with pytest.raises(FormatError):
             decode_manifest(sealed(packed))
-        except FormatError:
-            continue
-        assert path[-1:] == ("another",)
-        assert depth < 1000
 
 
 def test_versions() -> None:
@@ -336,6 +306,9 @@ def test_versions() -> None:
     assert decode_manifest(newer) == manifest
     with pytest.raises(FormatVersionError, match=r"version 2\.9"):
         require_rewritable(newer)
+    for bad in (raw[:20], b"x" + raw[1:], raw[:-1] + bytes([raw[-1] ^ 1])):
+        with pytest.raises(CorruptError):
+            decode_manifest(bad)
     major = raw[:4] + struct.pack("<H", 3) + raw[6:-16]
     with pytest.raises(FormatVersionError, match="format version 3, this reader knows 2"):
         decode_manifest(major + xxhash.xxh3_128_digest(major))
@@ -384,27 +357,31 @@ def test_noise_in_every_part_is_refused_or_read() -> None:
                         pass
 
 
-def corrupt(data: bytes, rng: random.Random) -> bytes:
-    """Return other bytes: with one flipped, some cut off, left out or put in."""
-    place, size = rng.randrange(len(data)), rng.randrange(1, 40)
-    head, rest = data[:place], data[place:]
-    flipped = head + bytes([rest[0] ^ 1 << rng.randrange(8)]) + rest[1:]
-    return rng.choice([flipped, head, head + rest[size:], head + rng.randbytes(size) + rest])
+DECODE = """
+import sys
+import msgspec
+from harness.small_segments import make_segment, page_hashes
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.stores.notes import Pin, decode_pin
+
+manifest = make_segment(page_hashes(1), 0, 1).manifest.encode()
+pin = Pin("", 1, bytes(32)).encode()
+new = list[type("New", (msgspec.Struct,), {})]
+for decode in (
+    lambda: decode_manifest(manifest),
+    lambda: decode_pin(pin),
+    lambda: msgspec.json.decode(b"[]", type=new),
+):
+    looked_at = []
+    sys.setprofile(lambda frame, event, arg: looked_at.append(frame.f_code.co_filename))
+    decode()
+    sys.setprofile(None)
+    print(any(name.endswith("msgspec/_utils.py") for name in looked_at))
+"""
 
 
-def test_no_corruption_gives_wrong_values() -> None:
-    tiny = KVGeometry(num_layers=2, num_heads=1, k_head_dim=48, v_head_dim=48, page_size=1, dtype="bfloat16")
-    coded, _ = make_segment(tiny, 4, codec="hevc", quantiser=make_quantiser("uint8"))
-    reader, rng = SegmentReader(coded.manifest, make_quantiser("uint8")), random.Random(1)
-    raw, cells = coded.manifest.encode(), list(coded.manifest.cells())
-    num_refused = 0
-    for _ in range(2000):
-        with pytest.raises(FormatError):
-            decode_manifest(corrupt(raw, rng))
-        bad = corrupt(coded.data, rng)
-        changed = [cell for cell in cells if reader.chunks_in(cell, [bad]) != reader.chunks_in(cell, [coded.data])]
-        for cell in changed[:1]:
-            with pytest.raises(CorruptError):
-                reader.decode_cell(cell, reader.chunks_in(cell, [bad]))
-            num_refused += 1
-    assert num_refused > 1800
+@pytest.mark.process
+def test_decoding_does_not_look_at_annotations() -> None:
+    """What threads decode, msgspec knows before: it crashes if two of them are the first to decode a type."""
+    done = subprocess.run([sys.executable, "-c", DECODE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "True"]

@@ -69,32 +69,21 @@ def test_klt_is_joined_with_its_exact_tokens_and_levels(num_levels: int) -> None
     assert (joined.manifest, joined.contents) == (coded(0, SPAN).manifest, coded(0, SPAN).contents)
 
 
-@pytest.mark.parametrize(("expiries", "whole"), [((5, 7), 5), ((7, 5), 5), ((5, None), 5), ((None, None), None)])
-def test_the_whole_expires_with_the_first_of_its_pieces(expiries: tuple[int | None, ...], whole: int | None) -> None:
-    quantiser = make_quantiser("exact")
-    pieces = [expiring(x, at) for x, at in zip(pieces_of(quantiser, (4, 4)), expiries, strict=True)]
-    assert join_segments(spec_of(quantiser), pieces).manifest.expires == whole
-
-
-def test_side_pages_come_along() -> None:
+def test_side_pages_come_along_and_the_whole_expires_with_the_first_of_its_pieces() -> None:
     quantiser = make_quantiser("exact")
     left, right = pieces_of(quantiser, (4, 4))
     left, right = (
         with_side(x, *encode_side({("window", page): torch.full((40,), value, dtype=torch.uint8)}))
-        for x, page, value in ((left, 3, 1), (right, 2, 2))
+        for x, page, value in ((expiring(left, 7), 3, 1), (expiring(right, 5), 2, 2))
     )
     joined = join_segments(spec_of(quantiser), [left, right]).joined()
     assert side_places(joined.manifest).keys() == {("window", 3), ("window", 6)}
     assert len(joined.manifest.sides) == 1
+    assert joined.manifest.expires == 5
 
 
 def test_what_is_not_one_span_is_refused() -> None:
     quantiser = make_quantiser("exact")
-    pieces = [
-        pieces_of(quantiser, lengths, first_page)
-        for lengths, first_page in (((4, 2), 16), ((4, 4, 4), 16), ((2, 4, 2), 18), ((8, 8), 16))
-    ]
-    other, _ = make_segment(SMALL, 4, span_pages=SPAN, first_page=20, seed="other")
-    for each in (*pieces, [pieces[1][0], other]):
+    for lengths, first_page in (((4, 2), 16), ((4, 4, 4), 16), ((2, 4, 2), 18)):
         with pytest.raises(FormatError, match="expected segments that make up one span of 8 pages"):
-            join_segments(spec_of(quantiser), each)
+            join_segments(spec_of(quantiser), pieces_of(quantiser, lengths, first_page))

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import StoreKeys
-from sgl_kvfetch.codec.container.manifest import Manifest, coarsened, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.manifest import Manifest, coarsened, decode_manifest
 from sgl_kvfetch.codec.container.objects import Level
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -18,7 +18,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encod
 from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
 from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError
+from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.container.plain import cells_of, same
 from tests.codec.quant.profiles import make_profile, values_of
@@ -54,25 +54,8 @@ def changed(manifest: Manifest, *levels: Level) -> Manifest:
 def test_all_levels_have_what_one_has() -> None:
     at_once = make(replace(SPEC, num_levels=1))
     assert same(cells(segment()), cells(at_once))
-    assert not at_once.manifest.levels
     assert len(segment().manifest.levels) == LEVELS - 1
-    assert [row.decoded_checksum for row in segment().manifest.levels[-1].chunks] == [
-        row.decoded_checksum for row in at_once.manifest.variants[0].chunks[2::3]
-    ]
     assert set(segment().manifest.data_names) == {name for name, _ in segment().data_objects()}
-
-
-def test_a_cell_needs_the_chunks_of_all_levels_that_are_read() -> None:
-    manifest = segment().manifest
-    cell = next(manifest.cells())
-    whole, coarse = (SegmentReader(manifest, KLT, num_levels=count) for count in (LEVELS, 1))
-    objects = [segment().data, *segment().level_data]
-    chunks = whole.chunks_in(cell, objects)
-    for index in range(-1, -LEVELS, -1):
-        for bad in (bytes([chunks[index][0] ^ 1]) + bytes(chunks[index][1:]), bytes(chunks[index][:-1]), b""):
-            with pytest.raises(CorruptError, match="digits, compressed bytes: checksum"):
-                whole.decode_cell(cell, [*chunks[:index], memoryview(bad), *chunks[len(chunks) + index + 1 :]])
-    coarse.decode_cell(cell, coarse.chunks_in(cell, objects[:1]))
 
 
 def test_the_integers_of_each_prefix_have_a_checksum() -> None:
@@ -111,18 +94,6 @@ def encrypted() -> CodedSegment:
     return secure_segment(segment(), KEYS)
 
 
-def test_levels_are_encrypted() -> None:
-    stored = replace(encrypted(), manifest=decode_manifest(encrypted().manifest.encode()))
-    assert encryption_keys_of(stored.manifest.encode()) == {KEY}
-    assert {codec for rows in stored.manifest.data for codec in rows.codecs} == {"aes-256-gcm"}
-    assert all(not any(chunk.decoded_checksum) for rows in stored.manifest.data for chunk in rows.chunks)
-    with pytest.raises(EncryptedError, match=f"is encrypted with the key {KEY}"):
-        SegmentReader(stored.manifest, KLT)
-    for num_levels in range(1, LEVELS + 1):
-        found = cells_of(stored, KLT, keys=KEYS, num_levels=num_levels)
-        assert same(found, cells(segment(), num_levels))
-
-
 def test_an_encrypted_level_decrypts_in_its_place_alone() -> None:
     first, last = encrypted().manifest.levels
     for levels in ((last, first), (last,), (first,)):  # the last would leave no trace
@@ -135,9 +106,7 @@ def test_a_store_drops_levels_that_it_cannot_read() -> None:
     assert found is not None
     coarser = decode_manifest(found[0])
     assert coarser.num_droppable == LEVELS - 2
-    opened = open_manifest(coarser, KEYS)
-    assert opened.num_dropped == 1
-    assert [level.codecs for level in opened.levels] == [frozenset({"digits"})] * (LEVELS - 2)
+    assert open_manifest(coarser, KEYS).num_dropped == 1
     (variant,) = coarser.variants
     for num_dropped in (0, 2):  # which readers would hold against levels.max_kl
         lying = msgspec.structs.replace(variant, num_dropped=num_dropped)

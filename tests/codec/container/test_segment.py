@@ -1,5 +1,4 @@
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_iden
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, values_of
-from tests.segments import SMALL, make_heads, make_segment, make_values, page_hashes, there_and_back
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, there_and_back
 
 GEOMETRIES = [
     KVGeometry(1, 1, 48, 48, 1, "float32"),
@@ -70,24 +69,16 @@ def test_values_are_what_the_quantiser_alone_gives_back(
         assert all(same_bits(restored[t], expected[t]) for t in TENSORS)
 
 
-@pytest.mark.parametrize("codec", ["hevc", "zstd"])
-@pytest.mark.parametrize("resolution", ["240p", "1080p"])
+@pytest.mark.parametrize(("codec", "resolution"), [("hevc", "240p"), ("zstd", "1080p")])
 def test_values_of_klt_are_what_the_quantiser_alone_gives_back(codec: str, resolution: str) -> None:
     """Cells of several heads and layers, a short last group, sinks in one span alone. Decoding needs no profile."""
     profile = make_profile(num_layers=5, num_heads=4, cell_heads=2, v_head_dim=24, num_sinks=2)
-    quantiser = KltQuantiser(profile, step=0.7)
+    quantiser, geometry = KltQuantiser(profile, step=0.7), KVGeometry(5, 4, 16, 24, 8, "bfloat16")
     k, v = (x.bfloat16() for x in values_of(profile, 64))
     coded, values = make_segment(
-        KVGeometry(5, 4, 16, 24, 8, "bfloat16"),
-        8,
-        quantiser=quantiser,
-        codec=codec,
-        resolution=resolution,
-        span_pages=4,
-        values={"k": k, "v": v},
+        geometry, 8, quantiser=quantiser, codec=codec, resolution=resolution, span_pages=4, values={"k": k, "v": v}
     )
     manifest = decode_manifest(coded.manifest.encode())
-    assert len(set(manifest.coefficients)) > 1
     restored, expected = read_all(manifest, coded.data, quantiser), there_and_back(quantiser, values)
     assert all(same_bits(restored[t], expected[t]) for t in TENSORS)
     known = SegmentReader(manifest, quantiser_from_identity(quantiser.identity))
@@ -107,14 +98,6 @@ def test_heads_are_the_same_in_cells_of_any_size(name: PlainQuantiserName) -> No
     assert coded.manifest.cell_heads == 2  # its scales are over all of them
 
 
-def test_an_executor_changes_nothing() -> None:
-    quantiser = make_quantiser("uint8")
-    spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "hevc", "240p", 2)
-    values, hashes = make_values(SMALL, 8), page_hashes(8)
-    with ThreadPoolExecutor(3) as pool:
-        assert encode_segment(spec, values, 0, None, hashes, pool) == encode_segment(spec, values, 0, None, hashes)
-
-
 def codecs_for(values: torch.Tensor, codec: str) -> list[str]:
     """Return the codecs of the planes of K and of V, which are equal, of a segment of one span."""
     num_tokens, num_layers, _, _ = values.shape
@@ -128,19 +111,14 @@ def codecs_for(values: torch.Tensor, codec: str) -> list[str]:
     return [chunk.codec for chunk in chunks]
 
 
-def test_noise_is_not_coded_as_video() -> None:
-    """The low mantissa bytes of exact values are noise; HEVC would make them a third larger."""
+def test_noise_is_stored_as_it_is() -> None:
+    """The low mantissa bytes of exact values are noise; HEVC would make them a third larger, and frames add to it."""
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(1 << 23, (256, 3, 8, 128), generator=generator, dtype=torch.int32)
     values = (bits | 0x3F800000).view(torch.float32)  # the numbers from 1 to 2
     values *= torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
     assert codecs_for(values, "hevc") == ["raw", "raw", "raw", "hevc"] * 2
-
-
-@pytest.mark.parametrize("num_layers", [3, 2])
-def test_noise_is_stored_as_it_is_without_what_frames_add(num_layers: int) -> None:
-    values = torch.randn((256, num_layers, 8, 128), generator=torch.Generator().manual_seed(4)).bfloat16()
-    assert codecs_for(values, "ans") == ["raw", "ans-tables"] * 2
+    assert codecs_for(torch.randn((256, 2, 8, 128), generator=generator).bfloat16(), "ans") == ["raw", "ans-tables"] * 2
 
 
 @pytest.mark.parametrize(("num_different", "codec"), [(8, "zstd"), (256, "ans-tables")])

@@ -45,20 +45,6 @@ def test_tiles_and_back(num_heads: int, head_dim: int, num_layers: int) -> None:
         require_bijection(layout, random_integers(num_tokens, num_layers, num_heads, head_dim))
 
 
-def test_each_value_lies_where_the_format_says() -> None:
-    layout = TileLayout(width=144, height=160, head_rows=2, head_cols=2, dim_rows=6, dim_cols=8)
-    integers = random_integers(1000, 2, 3, 48)
-    frames = layout.to_frames(integers)
-    num_frames = layout.num_frames((1000, 2, 3, 48))
-    assert num_frames > 1
-    for token in (0, 1, 17, 998, 999):
-        for layer, head, dim in ((0, 0, 0), (1, 2, 47), (1, 1, 13)):
-            tile, frame = divmod(token, num_frames)
-            y = tile // layout.tile_cols * 12 + head // 2 * 6 + dim // 8
-            x = tile % layout.tile_cols * 16 + head % 2 * 8 + dim % 8
-            assert frames[frame, layer, y, x] == integers[token, layer, head, dim]
-
-
 TILES = {"width": 144, "height": 144, "head_rows": 2, "head_cols": 2, "dim_rows": 3, "dim_cols": 4}
 REGIONS = {"width": 144, "height": 144, "token_rows": 16, "token_cols": 32}
 
@@ -67,9 +53,7 @@ REGIONS = {"width": 144, "height": 144, "token_rows": 16, "token_cols": 32}
     ("layout", "shape", "message"),
     [
         (TileLayout(**TILES | {"head_rows": 1}), (5, 3, 4, 12), "cannot hold 4 heads of 12"),
-        (TileLayout(**TILES | {"dim_cols": 3}), (5, 3, 4, 12), "cannot hold 4 heads of 12"),
         (TileLayout(**TILES | {"width": 1}), (5, 3, 4, 12), "exceeds its picture"),
-        (TileLayout(**TILES | {"height": 3}), (5, 3, 4, 12), "exceeds its picture"),
         (TileLayout(**TILES | {"width": 1 << 16, "height": 1 << 16}), (5, 3, 4, 12), r"exceeds \d+ values"),
         (tile_layout(2, 64, 16), (16, 4, 2, 64), "4 layers, expected at most 3"),  # as many as there are colour planes
         (RegionLayout(**REGIONS), (10, 513), "region of 16x32 cannot hold 513 tokens"),
@@ -101,20 +85,6 @@ def test_tiles_fill_pictures_within_the_resolution(num_heads: int, head_dim: int
 def test_regions_and_back(count: int, num_tokens: int) -> None:
     for span_tokens in (num_tokens, 1024):
         require_bijection(region_layout(max(count, 100), span_tokens), random_integers(count, num_tokens))
-
-
-def test_each_coefficient_lies_where_the_format_says() -> None:
-    layout = RegionLayout(width=152, height=144, token_rows=16, token_cols=32)  # 4 regions a row, 9 rows; 24 unused
-    integers = random_integers(400, 500)
-    frames = layout.to_frames(integers)
-    assert layout.coefficients_per_frame == 108
-    assert frames.shape[0] == 4
-    for coefficient in (0, 1, 2, 3, 11, 12, 107, 108, 399):
-        for token in (0, 31, 32, 499):
-            region, plane = divmod(coefficient % 108, 3)
-            y = region // 4 * 16 + token // 32
-            x = region % 4 * 32 + token % 32
-            assert frames[coefficient // 108, plane, y, x] == integers[coefficient, token]
 
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)

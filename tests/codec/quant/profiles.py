@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_kvfetch.codec.calibrate.fit import transform_of
 from sgl_kvfetch.codec.quant import klt
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
-from sgl_kvfetch.codec.quant.klt import _MATRIX_ERROR, ZERO, KltQuantiser, forward_of, scales_of
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
+from sgl_kvfetch.codec.quant.klt import forward_of
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, plain_layers
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredKind, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
@@ -117,39 +117,6 @@ def products(how: str) -> Iterator[None]:
         WorstProducts() if has_amx else nullcontext(),
     ):
         yield
-
-
-def restored_exactly(
-    quantiser: KltQuantiser, quantised: Quantised, place: CellPlace, dtype: torch.dtype
-) -> tuple[CellValues, CellValues]:
-    """Return what a cell's integers stand for, float64, and by how much what a CPU restores of ``dtype`` may differ.
-
-    A product in bfloat16 is rounded once, before the rotation, to a neighbour: that is a unit of its last place. Its
-    sums in float32 are off by a unit for each term at most. A matrix of int16 is rounded (`IntegerMatrix`): six
-    deviations are allowed. A rotation spreads the errors of two channels over both. Then values are rounded.
-    """
-    exponents, _, integers = quantised
-    profile, inverse = quantiser.profile, quantiser.inverse_of(place)
-    scales = scales_of(exponents)[:, None].double() * quantiser.step
-    n, matrix = integers.T.double() - ZERO, inverse.matrix.double()
-    product = n @ matrix * scales
-    kept = min(len(matrix), len(inverse.mean))
-    off = product.abs() * torch.finfo(torch.bfloat16).eps
-    off += n.abs() @ matrix.abs() * scales * len(matrix) * 2.0**-24
-    off += 6 * _MATRIX_ERROR * matrix[:kept].norm(dim=0) / 12**0.5 * scales
-    values, errors = (CellValues(*quantiser._split(x, place)) for x in (product + inverse.mean, off))
-    for index, layer in enumerate(place.layers):
-        rope = profile.layers.rope_of(profile.layers.coded[layer])
-        if rope is not None:
-            table = rope.table(place.tokens.start, len(place.tokens)).double()
-            values.k[:, index] = rotate(values.k[:, index], table, rope)
-            # Sums of magnitudes: the first channels' by the one, the second ones' by the other.
-            cos, sin = table.abs().chunk(2, 1)
-            of_signs = (rotate(errors.k[:, index], torch.cat((cos, sign * sin), 1), rope) for sign in (1, -1))
-            errors.k[:, index] = torch.maximum(*(x.abs() for x in of_signs))
-    info = torch.finfo(dtype)
-    rounding = (info.eps * x.abs().clamp_min(info.smallest_normal) + 1e-5 for x in values)
-    return values, CellValues(*(e + unit for e, unit in zip(errors, rounding, strict=True)))
 
 
 def place_of(profile: Profile, key: tuple[int, int], num_tokens: int, first_token: int = 0) -> CellPlace:

@@ -33,11 +33,10 @@ from sgl_kvfetch.codec.quant.klt import (
     scales_of,
 )
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool, plain_layers
-from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredKind, load_profile, read_outline
-from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
+from sgl_kvfetch.codec.quant.profile import MeasuredKind, load_profile, read_outline
 from sgl_kvfetch.codec.quant.rope import Rope, unrotate
-from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
-from tests.codec.quant.profiles import PRODUCTS, make_profile, place_of, products, restored_exactly, values_of
+from sgl_kvfetch.errors import ConfigError
+from tests.codec.quant.profiles import PRODUCTS, make_profile, place_of, products, values_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -78,20 +77,6 @@ def test_coefficients_are_off_by_half_a_step(step: float, cell_heads: int, most:
         off = (channels @ torch.linalg.inv(cell.inverse.double()) / step).abs()
         assert 0.45 < off[:, :kept].max() < most
         assert (off[:, kept:] < 2).all()  # what they vary by
-
-
-@pytest.mark.usefixtures("each_product")
-def test_a_token_that_no_integers_hold_is_kept_exact() -> None:
-    profile = make_profile()
-    quantiser = KltQuantiser(profile, step=0.02)
-    place = place_of(profile, ONLY, 20)
-    values = values_of(profile, 20)
-    values.v[7] *= 1e6
-    exponents, exact, _ = quantised = quantiser.quantise(values, place)
-    assert (exponents == EXACT).nonzero().flatten().tolist() == [7]
-    assert exact.numel() == profile.cells[ONLY].num_channels * 4
-    back = quantiser.dequantise(quantised, torch.float32, place)
-    assert all(torch.equal(b[7], x[7]) for b, x in zip(back, values, strict=True))
 
 
 @pytest.mark.usefixtures("each_product")
@@ -142,24 +127,6 @@ MIXED = LayerMap(
 )
 
 
-@pytest.mark.usefixtures("each_product")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_layer_is_turned_by_its_own_rotation(dtype: torch.dtype) -> None:
-    """Far into the sequence, and in a part of it."""
-    assert MIXED.coded == (0, 2, 4)
-    profile = make_profile(layers=MIXED)
-    quantiser, plain = KltQuantiser(profile, step=0.5), KltQuantiser(make_profile(), step=0.5)
-    place, tokens = place_of(profile, ONLY, 64, 5000), slice(9, 40)
-    turned = CellValues(*(x.to(dtype) for x in values_of(profile, 64, 5000)))
-    quantised = quantiser.quantise(turned, place)
-    same = quantised[2] == plain.quantise(values_of(make_profile(), 64), place)[2]
-    assert same.float().mean() > 0.9  # an error of a twentieth of a step tips one integer in twenty
-    back = quantiser.dequantise(quantised, dtype, place, tokens)
-    for found, expected, error in zip(back, *restored_exactly(quantiser, quantised, place, dtype), strict=True):
-        assert ((found - expected[tokens]).abs() <= error[tokens]).all()
-
-
-ROPE_THAT_SCALES = Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6)
 Times = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -173,13 +140,17 @@ Times = Callable[[torch.Tensor], torch.Tensor]
         # One weight of 64, which the first of 12 blocks has.
         ({"k_weight": lambda x: x * (1 - torch.eye(64)[0].outer(torch.eye(64)[0]))}, "are not those of 0.0.inverse"),
         ({"spread": torch.neg}, "0.0.spread has values below 0"),
+        ({"spread": lambda x: x / 0}, "0.0.spread has values that are not finite"),
         ({"reach": torch.neg}, "0.0.reach has values below 0"),
+        ({"inverse": lambda x: torch.full_like(x, 1e31)}, "0.0.inverse and 0.0.mean could restore values up to"),
+        ({"mean": lambda x: torch.full_like(x, 1e31)}, "0.0.inverse and 0.0.mean could restore values up to"),
     ],
 )
-def test_a_profile_whose_parts_contradict_each_other_is_refused(
+def test_a_profile_whose_parts_contradict_each_other_or_restore_infinity_is_refused(
     tmp_path: Path, changes: dict[str, Times], message: str
 ) -> None:
-    """Audits judge errors by its weights: with weights of nothing, every value would be sound."""
+    """Audits judge errors by its weights: with weights of nothing, every value would be sound. Kernels restore what a
+    store's writers choose, and nobody looks at it."""
     profile = make_profile()
     cell = profile.cells[ONLY]
     lying = replace(cell, **{name: change(getattr(cell, name)) for name, change in changes.items()})
@@ -188,21 +159,10 @@ def test_a_profile_whose_parts_contradict_each_other_is_refused(
         load_profile(tmp_path / "p")
 
 
-@pytest.mark.parametrize("part", ["inverse", "mean"])
-def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_path: Path, part: str) -> None:
-    """A store's writers choose what is in it, and what kernels restore is not looked at."""
-    profile = make_profile(rope=ROPE_THAT_SCALES)
-    cell = profile.cells[ONLY]
-    large = replace(cell, **{part: torch.full_like(getattr(cell, part), 1e31)})
-    replace(profile, cells={ONLY: large}).save(tmp_path / "p")
-    with pytest.raises(ConfigError, match=r"0\.0\.inverse and 0\.0\.mean could restore values up to"):
-        load_profile(tmp_path / "p")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_restored_is_finite_whatever_integers_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     """With the largest cells whose weights are float32."""
-    profile = make_profile(rope=ROPE_THAT_SCALES)
+    profile = make_profile(rope=Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6))
     cell = profile.cells[ONLY]
     weights = {name: getattr(cell, name) * 2.0**-120 for name in ("k_weight", "v_weight")}
     large = replace(cell, inverse=cell.inverse * 2.0**60, **weights)
@@ -218,57 +178,11 @@ def test_what_is_restored_is_finite_whatever_integers_are_stored(tmp_path: Path,
         assert all(bool(torch.isfinite(x).all()) for x in back)
 
 
-def test_parts_that_do_not_fit_together_are_refused() -> None:
-    profile = make_profile(num_sinks=1)
-    quantiser = KltQuantiser(profile, step=1.0)
-    place = place_of(profile, ONLY, 5)
-    shape = 5, len(place.layers), len(place.heads)
-    exponents, exact = (x.numpy() for x in quantiser.quantise(values_of(profile, 5), place)[:2])
-    quantiser.require_sound((exponents, exact), shape, 1536)
-    with pytest.raises(FormatError, match="bytes of exact tokens, expected 1536 for 1 tokens"):
-        quantiser.require_sound((exponents, exact[:-1]), shape, 1536)
-    with pytest.raises(FormatError, match="4 exponents, expected one for each of 5 tokens"):
-        quantiser.require_sound((exponents[1:], exact), shape, 1536)
-    for exponent in (119, 137, 255, 1):
-        exponents[2] = exponent
-        with pytest.raises(FormatError, match="exponent is not 120 to 136"):
-            quantiser.require_sound((exponents, exact), shape, 1536)
-
-
-def test_layers_and_heads_that_are_no_cell_are_refused() -> None:
-    quantiser = KltQuantiser(make_profile(num_layers=5, cell_heads=2), step=1.0)
-    assert quantiser.num_coefficients(CellPlace(range(3, 5), range(2, 4), range(8)))
-    for layers, heads in (
-        (range(1, 4), range(2)),
-        (range(3), range(4)),
-        (range(3), range(1, 3)),
-        (range(6, 9), range(2)),
-    ):
-        with pytest.raises(ConfigError, match="are not a cell of the profile"):
-            quantiser.num_coefficients(CellPlace(layers, heads, range(8)))
-
-
-def test_ranks_that_cut_cells_are_refused() -> None:
+def test_pipeline_stages_that_cut_cells_are_refused() -> None:
     profile = make_profile(num_layers=8, cell_heads=2)
-    require_grid(profile, 0, 8, 2, 2)
     require_grid(profile, 3, 5, 0, 4)
-    with pytest.raises(ConfigError, match=r"heads 1 of 4 are not whole blocks of 2.*--tp-size"):
-        require_grid(profile, 0, 8, 1, 1)
     with pytest.raises(ConfigError, match=r"layers 0 to 4 of 8 split the profile's groups of 3"):
         require_grid(profile, 0, 4, 0, 4)
-
-
-def test_the_identity_names_profile_and_step() -> None:
-    profile = make_profile()
-    quantiser = KltQuantiser(profile, 1e-4)
-    assert profile.digest in quantiser.identity
-    cell = profile.cells[ONLY]
-    other = replace(profile, cells={ONLY: replace(cell, mean=cell.mean + 1)})
-    others = [KltQuantiser(profile, 2e-4), KltQuantiser(other, 1e-4), KltQuantiser(replace(profile, num_sinks=1), 1e-4)]
-    assert len({q.identity for q in (quantiser, *others)}) == 4
-    known = quantiser_from_identity(quantiser.identity)
-    with pytest.raises(QuantiseError, match="needs its profile"):
-        known.quantise(values_of(profile, 5), place_of(profile, ONLY, 5))
 
 
 def test_a_target_takes_the_step_that_was_measured_to_cost_it() -> None:
@@ -289,19 +203,14 @@ def test_the_default_target_is_a_share_of_what_the_context_is_worth() -> None:
         profile = replace(make_profile(), context_kl=context_kl)
         assert profile.default_target_kl == pytest.approx(expected)
         assert KltQuantiser(profile).step == profile.step_for(profile.default_target_kl)
-
-
-def test_the_default_target_is_that_of_the_worst_kind_where_the_mean_costs_the_share() -> None:
-    profile = make_profile()
+    # Where the mean costs the share, the worst kind costs more.
     others = (1e-6, 2e-5, 2e-3)
     kinds = tuple(
         MeasuredKind(name, 4, 1, True, 1.0, kls) for name, kls in (("worst", (1e-5, 1e-4, 1e-2)), ("o", others))
     )
-    profile = replace(profile, kinds=kinds, context_kl=6.0)
-    assert profile.mean_kls == pytest.approx([5.5e-6, 6e-5, 6e-3])
-    assert profile.default_target_kl == pytest.approx(1e-2)
-    profile = replace(profile, context_kl=0.6)  # halfway between the last two steps
-    assert profile.default_target_kl == pytest.approx(1e-3)
+    for context_kl, expected in ((6.0, 1e-2), (0.6, 1e-3)):  # the second one halfway between the last two steps
+        profile = replace(make_profile(), kinds=kinds, context_kl=context_kl)
+        assert profile.default_target_kl == pytest.approx(expected)
 
 
 def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
@@ -309,11 +218,8 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     profile.save(tmp_path / "p")
     again = load_profile(tmp_path / "p")
     assert again.digest == profile.digest
-    assert replace(again, cells={}) == replace(profile, cells={})
-    for key, cell in profile.cells.items():
-        for name in CellProfile.__dataclass_fields__:
-            assert torch.equal(getattr(again.cells[key], name), getattr(cell, name))
-    assert [f.name for f in tmp_path.iterdir()] == ["p"]
+    for each in (again, read_outline(tmp_path / "p")):
+        assert replace(each, cells={}) == replace(profile, cells={})
 
 
 def _edit_metadata(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -328,67 +234,54 @@ def _edit_metadata(path: Path, change: Callable[[dict[str, Any]], object]) -> No
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
-def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Change all layers of the map; return the map."""
-    layer_map: dict[str, Any] = metadata["layers"]
-    for layer in layer_map["layers"]:
-        layer.update(changes)
-    return layer_map
+def _rotating(m: dict[str, Any], *ropes: dict[str, Any], by: int | None = 0) -> None:
+    """Give the map these rotations, and all layers the first of them, or another."""
+    m["layers"]["rotations"] = ropes
+    for layer in m["layers"]["layers"]:
+        layer["rotation"] = by
 
 
-_STEPS, _CONTEXT_KL = "steps from 0.0001 to 1000", "context_kl from 1e-09 to 100"
-_TENSORS = "it has 7 tensors, expected 7 for each of 2 cells of 6 layers"
+def _nested(path: Path, text: str, depth: int) -> None:
+    path.write_bytes(save({"x": torch.zeros(1)}, {"kvfetch": text % ("[" * depth + "]" * depth)}))
+
+
 METADATA: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda m: m.update(version=2), "has version 2, expected 4; calibrate again"),
     (lambda m: m.pop("curve"), "malformed.*curve"),
     (lambda m: m["curve"].reverse(), "rise in step and in kl"),
-    (lambda m: m.update(curve=[]), "two or more points"),
     # Interpolating would give a step of NaN, of 4.6e302, and an OverflowError.
-    (lambda m: m["curve"][0].update(kl=5e-324), _STEPS),
+    (lambda m: m["curve"][0].update(kl=5e-324), "steps from 0.0001 to 1000"),
     # What a profile says of itself decides how coarse its default step is, and how much is stored as it is.
-    (lambda m: m.update(context_kl=1e6), _CONTEXT_KL),
-    (lambda m: m["curve"][-1].update(step=1e4), _STEPS),
+    (lambda m: m.update(context_kl=1e6), "context_kl from 1e-09 to 100"),
     (lambda m: m["curve"][0].update(bits_per_value=-1.0), "needs bits_per_value from 0"),
-    (lambda m: m.update(num_sinks=65), "num_sinks`"),
-    (lambda m: m["layers"].update(rotations=[{"inv_freq": []}]), "malformed"),
     (
-        lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}]),
-        "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
+        lambda m: _rotating(m, {"inv_freq": [1.0], "attention_scaling": 1e308}),
+        "expected a number from 1e-06 to 1e\\+06",
     ),
-    (lambda m: m.pop("kinds"), "malformed.*kinds"),
     (lambda m: m["kinds"].append(m["kinds"][0]), "called .'chats', 'tables', 'chats'., expected dif"),
     (lambda m: m["kinds"][0].update(name="a\nb"), "names that can be printed"),
-    (lambda m: m["kinds"][0].update(name="x" * 33), "malformed.*length"),
     (lambda m: m["kinds"][1]["kls"].pop(), "'tables' has 2 of kls, expected one for each of 3 steps"),
     (lambda m: m["kinds"][1].update(context_kl=-1.0), "'tables' needs numbers from 0 to 100"),
     # Whoever says that a step costs less than its worst kind makes servers take a coarser one.
     (lambda m: m["curve"][1].update(kl=5e-5), "the kl 5e-05 at the step 1, but its worst kind 0.0001"),
     (lambda m: m["kinds"][0].update(counts=False), "but its worst kind None"),
     (lambda m: m.update(cell_heads=3), "cell_heads is 3, expected a divisor of num_heads = 4"),
-    (lambda m: m["layers"].update(layers=[]), "layers.layers`"),
-    (lambda m: m["layers"].update(layers=2 * m["layers"]["layers"]), _TENSORS),
-    (lambda m: _edit_layers(m, pool="window"), "its map has no layer that is coded"),
-    (lambda m: _edit_layers(m, pool="disk"), "Invalid enum value 'disk'"),
-    (lambda m: _edit_layers(m, window=0), "window`"),
-    (lambda m: _edit_layers(m, rotation=0), r"its layers have the rotations \[0\] of 0"),
-    (lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}] * 17), "17 rotations, expected 16 at most"),
-    (lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}]), r"the rotations \[\] of 1"),
-    (
-        lambda m: _edit_layers(m, rotation=0).update(rotations=[{"inv_freq": [1.0] * 9}]),
-        "a rotation turns 18 channels, but heads have 16",
-    ),
+    (lambda m: m["layers"].update(layers=2 * m["layers"]["layers"]), "has 7 tensors, expected 7 for each of 2 cells"),
+    (lambda m: m["layers"].update(layers=[{"pool": "window"}] * 3), "its map has no layer that is coded"),
+    (lambda m: _rotating(m, {"inv_freq": []}), "inv_freq has 0 entries"),
+    (lambda m: _rotating(m), r"its layers have the rotations \[0\] of 0"),
+    (lambda m: _rotating(m, *[{"inv_freq": [1.0]}] * 17), "17 rotations, expected 16 at most"),
+    (lambda m: _rotating(m, {"inv_freq": [1.0]}, by=None), r"the rotations \[\] of 1"),
+    (lambda m: _rotating(m, {"inv_freq": [1.0] * 9}), "a rotation turns 18 channels, but heads have 16"),
     (lambda m: m.update(k_head_dim=8), r"0\.0\.inverse is BF16 \(384, 384\), expected BF16 \(288"),
     (lambda m: m["calibration"].update(notes=["x"] * 300_000), "metadata of 15.* at most 1048576"),
 ]
 FILES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda p: p.unlink(), "cannot be read: No such file or directory$"),
-    (lambda p: p.write_bytes(b"no tensors"), "cannot be read"),
     (lambda p: p.write_bytes(p.read_bytes()[:-9]), "cannot be read"),
     (lambda p: p.write_bytes(p.read_bytes().replace(b"0.0.inv", b"0.1.inv")), r"0\.0\.inverse is missing"),
-    (
-        lambda p: p.write_bytes(struct.pack("<Q", 1 << 24) + bytes(1 << 24)),
-        "header would have 16777216 bytes, expected",
-    ),
+    (lambda p: p.write_bytes(struct.pack("<Q", 1 << 24) + bytes(1 << 24)), "header would have 16777216 bytes"),
+    (lambda p: _nested(p, '{"version":4,"later":%s}', 1000), "malformed"),
+    (lambda p: _nested(p, "%s", 100_000), "malformed"),
 ]
 
 
@@ -403,6 +296,7 @@ def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message) as error:
             load_profile(path)
         assert str(path) in str(error.value)
+        assert len(str(error.value)) < 1000
 
 
 def test_a_small_profile_of_many_cells_takes_little_memory(tmp_path: Path) -> None:
@@ -421,33 +315,6 @@ def test_a_small_profile_of_many_cells_takes_little_memory(tmp_path: Path) -> No
     finally:
         tracemalloc.stop()
     assert most_bytes < 4 << 20
-
-
-@pytest.mark.parametrize("text", ['{"version":4,"later":%s}', '{"version":%s}', '{"version":4,"layers":%s}', "%s"])
-@pytest.mark.parametrize("depth", [900, 1000, 100_000])
-def test_a_profile_that_nests_without_end_is_named(tmp_path: Path, text: str, depth: int) -> None:
-    path = tmp_path / "p"
-    path.write_bytes(save({"x": torch.zeros(1)}, {"kvfetch": text % ("[" * depth + "]" * depth)}))
-    with pytest.raises(ConfigError, match="malformed") as error:
-        load_profile(path)
-    assert len(str(error.value)) < 1000
-
-
-def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
-    profile = make_profile()
-    profile.cells[ONLY].spread[3] = float("inf")
-    profile.save(tmp_path / "p")
-    with pytest.raises(ConfigError, match=r"0\.0\.spread has values that are not finite"):
-        load_profile(tmp_path / "p")
-    assert read_outline(tmp_path / "p").grid == profile.grid  # looks at no tensors
-
-
-@pytest.mark.process
-def test_transforms_of_wide_layers_are_made_without_a_hang() -> None:
-    """torch 2.13's inverse of a batch of matrices of 160 rows or more hangs on two threads: none is used."""
-    make = "from tests.codec.quant.profiles import make_profile; make_profile(num_layers=1, cell_heads=4, head_dim=64)"
-    code = f"import torch; torch.set_num_threads(2); {make}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -577,8 +444,9 @@ def _instruction_sets() -> list[tuple[str, str]]:
 def test_each_instruction_set_rounds_within_the_bounds(of_torch: str, of_onednn: str) -> None:
     """The tests themselves run with the best that the machine has."""
     limits = {"ATEN_CPU_CAPABILITY": of_torch, "ONEDNN_MAX_CPU_ISA": of_onednn}
-    names = "CPU and (own_rotation or off_by_half or half_quantises)"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", names]
+    names = "CPU and (off_by_half or half_quantises) or golden_segments_read and klt"
+    files = __file__, str(Path(__file__).parents[1] / "container" / "test_golden.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files, "-k", names]
     done = subprocess.run(command, env=os.environ | limits, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
 
@@ -592,12 +460,6 @@ def test_layers_of_a_cell_that_differ_are_no_fault_of_the_first_layer() -> None:
     computed = CellValues(*(x.clone() for x in values))
     for x in computed:
         x[5, 1:] *= 5
-    again = there_and_back(quantiser, computed, place)
-    moved, error = (
-        sum((x[5, 0] - y[5, 0]).square().sum() for x, y in zip(restored, other, strict=True))
-        for other in (again, values)
-    )
-    assert moved > 20 * error
     assert float(quantiser.repeat_ratios(computed, restored, place)[:, 0, 5].max()) < 2
     for x in restored:
         x[5] = 0  # it is not restored

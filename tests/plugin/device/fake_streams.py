@@ -79,7 +79,6 @@ class FakeDevice(Device):
         self.streams: list[FakeStream] = []
         self.num_empty = self.num_pinned = 0  # allocations
         self.pinned_memory: list[torch.Tensor] = []  # arguments of `pin`
-        self.num_launching = 0  # calls of `launching`
         self.num_free_bytes = 1 << 29
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
@@ -96,7 +95,6 @@ class FakeDevice(Device):
 
     @contextmanager
     def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
-        self.num_launching += 1
         yield partial(self.launch, stream)
 
     def _select(self) -> None:
