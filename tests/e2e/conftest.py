@@ -41,6 +41,20 @@ def same_answer(found: Generation, expected: Generation) -> bool:
     return found.output_ids == expected.output_ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+def assert_fetched(server: SGLangServer, seed: int, expected: Generation) -> None:
+    """A stored prompt that the server does not have itself comes from the store, and its answer is as expected."""
+    answer = ask(server, make_prompt(seed))
+    assert from_storage(answer) >= 0.9 * 640
+    assert same_answer(answer, expected)
+
+
+def assert_computed(server: SGLangServer, seed: int, expected: Generation) -> None:
+    """Nothing of a prompt comes from the store, and its answer is as expected."""
+    answer = ask(server, make_prompt(seed))
+    assert from_storage(answer) == 0
+    assert same_answer(answer, expected)
+
+
 @pytest.fixture(autouse=True)
 def _show_the_logs_of_servers(caplog: pytest.LogCaptureFixture) -> None:
     """Beside a failure."""

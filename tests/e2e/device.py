@@ -10,7 +10,7 @@ from typing import Any
 from harness.attaching import ATTACH
 from harness.engine import SGLangServer
 from harness.waiting import wait_until
-from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, assert_fetched, from_storage, make_half_prompt, make_prompt, same_answer
 
 _HELD = ("01", "02", "08")  # of the states of TCP, those of sockets that a process has not closed
 
@@ -55,11 +55,8 @@ def num_connections(url: str) -> int:
 def assert_fetched_in_parts(server: SGLangServer, expected: Expected) -> None:
     """Ask for prompts 0 and 1, which are stored, once more, and for one of which half is stored."""
     server.flush()
-
     for seed in range(2):
-        answer = ask(server, make_prompt(seed))
-        assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, expected[seed])
+        assert_fetched(server, seed, expected[seed])
     # In the tree now: nothing is fetched again.
     again = ask(server, make_prompt(0))
     assert from_storage(again) == 0

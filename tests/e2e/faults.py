@@ -1,4 +1,4 @@
-"""What tests of failing stores have in common: the link that fails, the ways in which it does, and what must follow."""
+"""What tests of failing stores have in common: the link that fails, and what must follow."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import contextlib
 import itertools
 import json
 import threading
-import time
-from collections.abc import Coroutine, Iterator, Set
-from typing import Any, Protocol
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from harness.engine import Generation, SGLangServer
 from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric, wait_until_written, written
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, assert_computed, from_storage, make_prompt
 from tests.tools.conftest import kvfetch
 
 PAGES = 640 // PAGE_SIZE
@@ -23,21 +22,14 @@ DEADLINE_S = LOOKUP_S = 5.0  # of a fetch and of a lookup: a busy machine stands
 SLACK_S = WAIT_S / 2  # the lookup's own deadline, the prefill, and a machine that has much else to do
 
 
-class Server(Protocol):
-    """Listens on loopback."""
-
-    @property
-    def port(self) -> int: ...
-
-
 class Proxy:
-    """A FaultyProxy on a thread of its own."""
+    """A FaultyProxy, on a thread of its own, in front of a port of this machine."""
 
-    def __init__(self, store: Server) -> None:
+    def __init__(self, port: int) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
-        self._proxy = FaultyProxy("127.0.0.1", store.port)
+        self._proxy = FaultyProxy("127.0.0.1", port)
         self._run(self._proxy.__aenter__())
         self.url = self._proxy.url
 
@@ -56,13 +48,12 @@ class Proxy:
         self.set(Fault("refuse"))
         self.set(None)
 
-    def paths(self, suffix: str) -> Set[str]:
-        """Return the paths with this suffix of all objects that were asked for since the last `set`."""
-        return {path for method, path in list(self._proxy.requests) if method == "GET" and path.endswith(suffix)}
+    def is_asked_for_data(self) -> bool:
+        """Return whether a reader has asked for data since the last `set`."""
+        return any(is_data(*request) for request in list(self._proxy.requests))
 
     def wait_for_data(self) -> None:
-        """Until a reader has asked for data since the last `set`."""
-        wait_until(lambda: bool(self.paths(".kvd")))
+        wait_until(self.is_asked_for_data)
 
     def close(self) -> None:
         self._run(self._proxy.__aexit__(None, None, None))
@@ -79,24 +70,6 @@ def is_write(method: str, path: str) -> bool:
     return method == "PUT"
 
 
-FAULTS: list[tuple[str, Fault, str, set[str]]] = [
-    # name, fault, stage that falls short, reasons it may be counted under
-    ("hangs", Fault("hang"), "lookup", {"timeout"}),
-    ("says garbage", Fault("garbage"), "lookup", {"protocol", "truncated", "timeout"}),
-    ("hangs in mid-fetch", Fault("hang", only=is_data), "fetch", {"timeout"}),
-    ("answers data with 500", Fault("error", status=500, only=is_data), "fetch", {"server", "timeout"}),
-    ("closes in mid-body", Fault("close", after_bytes=1000, only=is_data), "fetch", {"truncated", "timeout"}),
-    ("is slow", Fault("slow", bytes_per_s=2e3, only=is_data), "fetch", {"timeout"}),
-    (
-        "returns a wrong length",
-        Fault("wrong_length", extra_bytes=-7, only=is_data),
-        "fetch",
-        {"truncated", "protocol", "timeout"},  # by what is noticed first: bytes that lack, or those behind the answer
-    ),
-    ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
-]
-
-
 def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:
     text = server.metrics()
     return sum(read_metric(text, "sgl_kvfetch_misses_total", stage=stage, reason=reason) for reason in reasons)
@@ -111,47 +84,10 @@ def misses(server: SGLangServer, stage: str, reasons: set[str]) -> Iterator[None
     wait_until(lambda: counted(server, stage, reasons) > before, poll_s=0.1, found=server.log_tail)
 
 
-def assert_a_miss_in_time(
-    server: SGLangServer, link: Proxy, seed: int, fault: Fault, stage: str, reasons: set[str], expected: Expected
-) -> None:
-    """A stored prompt is computed, within the deadline; and fetched, when all is well again."""
-
-    def is_met() -> bool:
-        """Whether the request has met the fault. Where the machine stands still, a deadline passes before that."""
-        server.flush()
-        before, num_late = counted(server, stage, reasons), count_late(server)
-        link.set(fault)
-        try:
-            started_s = time.monotonic()
-            answer = ask(server, make_prompt(seed))
-            took_s = time.monotonic() - started_s
-        finally:
-            link.set(None)
-        assert same_answer(answer, expected[seed])
-        assert from_storage(answer) < 640 // 2
-        assert took_s < DEADLINE_S + SLACK_S, took_s
-
-        def is_counted() -> bool:
-            return counted(server, stage, reasons) > before or count_late(server) > num_late
-
-        wait_until(is_counted, poll_s=0.1, found=server.log_tail)
-        return counted(server, stage, reasons) > before
-
-    wait_until(is_met)
-    assert same_answer(fetch_again(server, seed), expected[seed])
-
-
-def count_late(server: SGLangServer) -> float:
-    """How often a deadline has passed, or lookups have paused after that."""
-    return sum(counted(server, stage, {"timeout", "late", "skipped"}) for stage in ("lookup", "fetch"))
-
-
 def compute_and_store(server: SGLangServer, expected: Expected, num_prompts: int = 2) -> None:
     """Have the server compute the first prompts, and wait until all their pages are stored."""
     for seed in range(num_prompts):
-        answer = ask(server, make_prompt(seed))
-        assert from_storage(answer) == 0
-        assert same_answer(answer, expected[seed])
+        assert_computed(server, seed, expected[seed])
     wait_until_written(server, num_prompts * PAGES)
     assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == num_prompts * PAGES
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from harness.attaching import attach, detach
 from harness.engine import SGLangServer, free_port
@@ -32,15 +32,9 @@ class SharedServer(SGLangServer):
         name, _, value = line.rpartition(" ")
         return f"{name} {float(value) - self._before.get(name, 0.0)}\n"
 
-    @contextmanager
-    def attached(self, store_url: str, *, policy: str | None, **config: Any) -> Iterator[Self]:
-        self.flush()
-        attach(self, store_url, policy=policy, **config)
+    def count_from_here(self) -> None:
         counters = filter(_COUNTER.match, super().metrics().splitlines())
         self._before = {name: float(value) for name, _, value in (line.rpartition(" ") for line in counters)}
-        yield self
-        self.flush()
-        detach(self)
 
 
 _COUNTER = re.compile(r"sgl_kvfetch_\w+_total\W")
@@ -69,12 +63,12 @@ class Shared:
     @contextmanager
     def attached(self, store_url: str, *, policy: str | None = None, **config: Any) -> Iterator[SharedServer]:
         """The server with a store and a config until the block ends. Its caches are empty."""
-        try:
-            with self._running().attached(store_url, policy=policy or self._policy, **config) as server:
-                yield server
-        except BaseException:
-            self.close()
-            raise
+        with self.detached() as server:
+            attach(server, store_url, policy=policy or self._policy, **config)
+            server.count_from_here()
+            yield server
+            server.flush()
+            detach(server)
 
     @contextmanager
     def detached(self) -> Iterator[SharedServer]:

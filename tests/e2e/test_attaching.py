@@ -47,15 +47,10 @@ def test_attached_at_run_time_and_read_by_another_server_until_its_weights_chang
         assert computed.cached_tokens == 0
         server.flush()
         assert "attached" in _attach(server, store.url)
-        assert server.generate(input_ids=PROMPT).output_ids == computed.output_ids
         assert _hit_after_flush(server).output_ids == computed.output_ids
         assert "detached" in detach(server)
         server.flush()
         assert server.generate(input_ids=PROMPT).cached_tokens == 0
-        server.flush()
-        assert "attached" in _attach(server, store.url)
-        assert from_storage(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
-        detach(server)
 
     # A server of its own, since its weights are changed, with flags that change no values.
     layout = "--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"
@@ -63,11 +58,9 @@ def test_attached_at_run_time_and_read_by_another_server_until_its_weights_chang
     args += ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
     args += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
     with SGLangServer(model, extra_args=args, admin_api_key="admin") as server:
-        fetched = server.generate(input_ids=PROMPT, logprobs=True)
+        fetched = server.generate(input_ids=PROMPT)
         assert from_storage(fetched) == CACHED_TOKENS
         assert fetched.output_ids == computed.output_ids
-        assert len(fetched.logprobs) == len(fetched.output_ids)
-        assert "sglang" in server.metrics()
 
         # Updates that SGLang refuses before it changes a weight.
         with pytest.raises(ServerError, match="status 400"):

@@ -21,9 +21,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", "admin")
 
 
-def test_bench_of_what_is_computed_and_fetched(
-    host: Shared, store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_of_what_is_computed_and_fetched(host: Shared, store: StoreProcess, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (make_prompt(0), [3] * 5000)))
     with host.attached(store.url, codec="zstd") as server:
@@ -41,18 +39,11 @@ def test_bench_of_what_is_computed_and_fetched(
         assert fetched["cached_tokens"] == fetched["stored_tokens"] >= 0.9 * group["prompt_tokens"]
         assert fetched["wire_bytes"] > 0
         for measured in computed, fetched:
-            assert len(measured["all_s"]) == group["num_prompts"] == 3
+            assert len(measured["all_s"]) == 3
             assert 0 < min(measured["all_s"]) <= measured["p50_s"] <= max(measured["all_s"])
     # It fetches nothing from a server that has all in its memory, which --reader does not empty.
     assert (same["groups"][0]["fetched"], same["groups"][0]["not_fetched"]) == (None, {"in_memory": 1})
-    assert "fetched, p50" in table
     assert "1 prompts were left out: they are longer than the server takes" in table
-    with host.attached(store.url, codec="zstd", mode="read_only") as server:
-        monkeypatch.setattr("sgl_kvfetch.tools.bench._WRITE_WAIT_S", 0.0)
-        result = kvfetch("bench", "--server", server.url, "--flush", "--lengths", "320")
-    assert result.exit_code == 2
-    assert "wrote 0 of 20 pages" in result.stderr
-    assert "nothing waits in its write queue: a server writes with --hicache-write-policy" in result.stderr
 
 
 def compared(url: str, *options: str, exit_code: int = 0) -> dict[str, Any]:
@@ -75,14 +66,10 @@ def test_compare_sound_caches_and_values_that_are_too_coarse(
         table = kvfetch("compare", "--server", server.url, "--file", str(file), "--prompts", "1", "--most-kl", "0")
     for group, source, num_cached in (nothing, "computed", 0), (of_server, "host", 624), (stored, "storage", 624):
         assert (group["source"], group["cached_tokens"], group["num_prompts"]) == (source, num_cached, 3)
-        assert group["num_positions"] == 3 * 4
-        assert group["same_answers"] == 3
+        assert (group["num_positions"], group["same_answers"]) == (3 * 4, 3)
         assert group["kl"] == pytest.approx(0, abs=1e-6)
         assert group["found"] == ("sound" if num_cached else "nothing compared")
-    assert coarse["source"] == "storage"
-    assert coarse["found"] == "differs"
+    assert (coarse["source"], coarse["found"]) == ("storage", "differs")
     assert coarse["longest_kl"] >= coarse["kl"] > 1000 * max(1e-6, coarse["repeated_kl"])
     assert coarse["same_answers"] < 3
-    assert table.exit_code == 1
-    assert "differs" in table.output
     assert "answers from caches diverge by more than 0 nats beyond chance" in table.output

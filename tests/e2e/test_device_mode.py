@@ -14,10 +14,19 @@ import pytest
 
 from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
-from harness.otlp_receiver import OtlpReceiver, ReceivedSpan
+from harness.otlp_receiver import OtlpReceiver
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import (
+    ANSWER_TOKENS,
+    PAGE_SIZE,
+    Expected,
+    ask,
+    assert_computed,
+    from_storage,
+    make_prompt,
+    same_answer,
+)
 from tests.e2e.device import assert_fetched_in_parts, load_of
 from tests.e2e.faults import PAGES, compute_and_store, fetch_again
 from tests.e2e.shared import Shared
@@ -60,21 +69,14 @@ def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
         server.flush()
 
         # Cleared through SGLang's own endpoint, the store has nothing left.
-        assert from_storage(ask(server, make_prompt(1))) >= 0.9 * 640
-        server.flush()
         server.request("POST", "/hicache/storage-backend/clear")
-        answer = ask(server, make_prompt(1))
-        assert from_storage(answer) == 0
-        assert same_answer(answer, expected[1])
+        assert_computed(server, 1, expected[1])
         fetch_again(server, 1)
         server.flush()
 
         # A store that is gone costs answers nothing.
         store.stop()
-        answer = ask(server, make_prompt(1))
-        assert from_storage(answer) == 0
-        assert same_answer(answer, expected[1])
-        server.flush()
+        assert_computed(server, 1, expected[1])
 
 
 def test_a_fetch_is_in_sglangs_trace_of_its_request(own: Shared, receiver: OtlpReceiver, store: StoreProcess) -> None:
@@ -88,22 +90,12 @@ def test_a_fetch_is_in_sglangs_trace_of_its_request(own: Shared, receiver: OtlpR
         fetched = receiver.named("kvfetch.fetch")[-1]
         rid = fetched.attributes["rid"]
         assert fetched.attributes["kvfetch.end"] == "landed"
-        assert fetched.attributes["kvfetch.tokens"] >= 0.9 * 640
         wait_until(lambda: len(receiver.children(fetched)) == 4, found=lambda: receiver.spans)
-        stages = {span.name: span for span in receiver.children(fetched)}
-        assert stages.keys() == {f"kvfetch.{stage}" for stage in ("lookup", "transmit", "decode", "restore")}
-        for span in stages.values():
-            assert (span.trace_id, span.attributes["rid"]) == (fetched.trace_id, rid)
-            assert is_inside(span, fetched)
         wait_until(lambda: any(span.span_id == fetched.parent_id for span in receiver.spans))
         (whole,) = (span for span in receiver.spans if span.span_id == fetched.parent_id)
         assert (whole.trace_id, whole.attributes["rid"], whole.parent_id) == (fetched.trace_id, rid, "")
-        assert is_inside(fetched, whole)
-
-
-def is_inside(child: ReceivedSpan, parent: ReceivedSpan) -> bool:
-    """Each process has its own offset to the wall clock."""
-    return parent.start_s - 0.1 <= child.start_s <= child.end_s <= parent.end_s + 0.1
+        # Each process has its own offset to the wall clock.
+        assert whole.start_s - 0.1 <= fetched.start_s <= fetched.end_s <= whole.end_s + 0.1
 
 
 def test_others_run_while_a_stored_prompt_waits_for_room(own: Shared, store: StoreProcess) -> None:

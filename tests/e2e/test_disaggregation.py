@@ -13,7 +13,7 @@ from harness.engine import SGLangServer, free_port, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
-from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, ask, assert_fetched, make_prompt
 from tests.e2e.shared import Shared
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake", exc_type=ImportError)
@@ -66,6 +66,4 @@ def test_both_sides_use_the_store(model: Path, host: Shared, store: StoreProcess
         assert storage_tokens(fetched) >= 0.9 * 640
         assert storage_tokens(restored) >= 0.9 * 640
     with host.attached(store.url) as server:
-        answer = ask(server, make_prompt(0))
-    assert from_storage(answer) >= 0.9 * 640
-    assert same_answer(answer, expected[0])
+        assert_fetched(server, 0, expected[0])

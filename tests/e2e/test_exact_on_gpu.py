@@ -14,7 +14,7 @@ from harness.engine import SGLangServer, device_args
 from harness.metrics import wait_until_written
 from harness.stand_in_gpu import RESTORED, on_the_gpu_path, pages_compared
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, assert_computed, make_prompt, same_answer
 from tests.e2e.device import assert_fetched_in_parts
 from tests.e2e.faults import PAGES, fetch_again
 
@@ -40,9 +40,7 @@ def test_coded_cells_give_the_answers_of_an_engine_without_a_cache(
 
         _flip_bits(store)
         server.flush()
-        answer = ask(server, make_prompt(1))
-        assert from_storage(answer) == 0
-        assert same_answer(answer, expected[1])
+        assert_computed(server, 1, expected[1])
         num_loaded, num_same = pages_compared(server.log())
         assert num_same == num_loaded > 2 * PAGES  # of three hits, and of half a one
 

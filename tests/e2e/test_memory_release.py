@@ -86,7 +86,7 @@ def test_fetches_and_copies_end_before_the_memory_goes(model: Path, store: Store
     """SGLang refuses to give memory up while anything is under way, with an assertion that ends the server."""
     (tmp_path / "torch_memory_saver.py").write_text(SAVER)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with closing(Proxy(store)) as link:
+    with closing(Proxy(store.port)) as link:
         args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
         with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
             answers = [ask(server, make_prompt(seed)) for seed in range(4, 6)]

@@ -23,7 +23,7 @@ STORE = f"s3://{BUCKET}/kv"
 
 
 def test_servers_share_a_bucket_that_goes_away_in_mid_fetch(host: Shared, device: Shared, expected: Expected) -> None:
-    with running_s3_server() as bucket, RedisProcess() as index, closing(Proxy(bucket)) as link:
+    with running_s3_server() as bucket, RedisProcess() as index, closing(Proxy(bucket.port)) as link:
         config: dict[str, Any] = {"index": index.url, "lookup_timeout_s": 60, "codec": "zstd"}
         with host.attached(STORE, s3=s3_config(bucket.config["endpoint"]), **config) as writer:
             compute_and_store(writer, expected)
