@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -49,31 +48,14 @@ class RedisProcess:
     def start(self) -> None:
         """Start an empty server, and wait until it answers. Raises RuntimeError if it does not."""
         Path(self._folder.name, "nodes.conf").unlink(missing_ok=True)  # which a killed server of a cluster leaves
-        self._begin()
+        assert REDIS is not None, REDIS_MISSING
+        assert self._process is None, "already started"
+        command = [REDIS, *self._args, "--dir", self._folder.name]
+        self._process = start_child(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self._wait_for(self.client.ping)
         if self._is_cluster:
             self.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
             self._wait_for(lambda: b"cluster_state:ok" in self.client.execute_command("CLUSTER", "INFO"))
-
-    def _begin(self, *args: str) -> None:
-        assert REDIS is not None, REDIS_MISSING
-        assert self._process is None, "already started"
-        command = [REDIS, *self._args, "--dir", self._folder.name, *args]
-        self._process = start_child(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-    def restart(self) -> None:
-        """Restart with the data that are here. Until `end_loading`, the server loads them, and refuses commands."""
-        # While it loads, it looks at commands each time that it has read a kilobyte.
-        self.client.mset({f"filling{i}": os.urandom(2048) for i in range(1000)})
-        self._wait_for(lambda: self.client.info("persistence")["rdb_bgsave_in_progress"] == 0)  # for a replica
-        self.client.save()
-        self.kill()
-        self._begin("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
-        self._wait_for(lambda: self.client.info("persistence")["loading"] == 1)
-
-    def end_loading(self) -> None:
-        self.client.config_set("key-load-delay", 0)
-        self._wait_for(self.client.ping)
 
     def replicate(self, primary: RedisProcess) -> None:
         """Become a replica of ``primary``, and wait until all its data are here."""

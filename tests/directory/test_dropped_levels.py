@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -22,7 +23,6 @@ from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Store
-from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, SPEC, segment
 from tests.directory.conftest import MakeStore
 from tests.fetchers import make_fetcher
@@ -56,12 +56,6 @@ async def lost(store: LocalStore, number: int) -> int | None:
     return decode_manifest(hits[0].manifest).variants[0].num_dropped if hits else None
 
 
-async def test_without_being_told_no_level_is_dropped(make: MakeStore) -> None:
-    store = make()
-    await fill(store, range(12))
-    assert {await lost(store, number) for number in range(12)} == {0, None}
-
-
 async def test_all_variants_lose_levels_alike(make: MakeStore) -> None:
     store = make(drop_levels=1)
     (variant,) = segment().manifest.variants
@@ -91,52 +85,29 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
     assert await lost(store, 0) == 1  # reported, and found sound
 
 
-async def test_a_segment_written_again_while_it_loses_a_level_stays_whole(make: MakeStore, tmp_path: Path) -> None:
-    """Its manifest names the level again, before the level's data is deleted."""
-    store = make(drop_levels=1)
+async def test_a_segment_written_again_while_it_loses_a_level_stays_whole(
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest names the level again, just before another thread deletes the level's data."""
+    store, has_written = make(drop_levels=1), threading.Event()
     await fill(store, range(6))
-    await store.collect()  # so that none is under way
-    written = write_before_deletions(store)
+    await store.collect()  # so that none is under way, and none comes:
+    store._collected_at = float("inf")
+    room, delete = store._room, store._room.delete
+
+    def write_and_delete(names: Iterable[str], *condition: Callable[..., bool]) -> object:
+        names = list(names)
+        if not has_written.is_set() and chain(0).manifest.data_names & {*names}:
+            capacity, room.capacity_bytes = room.capacity_bytes, None  # or it would wait for its caller's eviction
+            asyncio.run(fill(store, [0]))
+            room.capacity_bytes = capacity
+            has_written.set()
+        return delete(names, *condition)
+
+    monkeypatch.setattr(room, "delete", write_and_delete)
     await fill(store, [6])
-    assert written == [0]
+    assert has_written.is_set()
     assert await lost(store, 0) is not None
     for number in range(7):
         content = await store.peek(chain(number).manifest.key.manifest_name)
         assert content is None or all((tmp_path / name).exists() for name in decode_manifest(content).data_names)
-
-
-@pytest.mark.parametrize("drop_levels", [0, 1])
-async def test_a_segment_that_is_written_again_while_gc_deletes_stays_whole(tmp_path: Path, drop_levels: int) -> None:
-    store = LocalStore(tmp_path)
-    await fill(store, range(2))
-    plan = await plan_sweep(store, 2 * WHOLE - 1, drop_levels=drop_levels)
-    assert (len(plan.evicted), len(plan.coarser)) == (1 - drop_levels, drop_levels)
-    await store.collect()
-    written = write_before_deletions(store)
-    await sweep_segments(store, plan.doomed, 0, plan.coarser)
-    assert len(written) == 1
-    for number in range(2):
-        assert await lost(store, number) == 0
-        assert all((tmp_path / name).exists() for name in chain(number).manifest.data_names)
-    await store.close()
-
-
-def write_before_deletions(store: LocalStore) -> list[int]:
-    """Write the first segment again just before its data is deleted, from another thread. Return its number then."""
-    written: list[int] = []
-    delete = store._room.delete
-    store._collected_at = float("inf")  # or the collection of orphans would delete at the same time
-
-    def write_and_delete(names: Iterable[str], *condition: Callable[..., bool]) -> object:
-        names = list(names)
-        for number in range(8):
-            if not written and chain(number).manifest.data_names & set(names):
-                capacity = store._room.capacity_bytes
-                store._room.capacity_bytes = None  # or it would wait for the eviction that calls this
-                asyncio.run(fill(store, [number]))
-                store._room.capacity_bytes = capacity
-                written.append(number)
-        return delete(names, *condition)
-
-    store._room.delete = write_and_delete  # type: ignore[method-assign, assignment]
-    return written

@@ -187,17 +187,6 @@ async def test_a_lookup_does_not_wait_for_an_upstream_that_hangs(
     assert failures == [("lookup", "timeout")]
 
 
-async def test_what_is_written_and_deleted_is_so_in_both(node: FrontStore, upstream: Upstream) -> None:
-    await put_segment(node, SEGMENT)
-    for store in (upstream, node):
-        assert await LocalStore.get(store, NAME) == SEGMENT.data
-        assert await LocalStore.get(store, MANIFEST_NAME) == SEGMENT.manifest.encode()
-    assert await node.delete(MANIFEST_NAME)
-    assert await node.delete_prefix(FOLDER) == 1
-    for store in (upstream, node):
-        assert [info async for info in LocalStore.list(store)] == []
-
-
 async def test_a_write_that_the_upstream_refuses_is_not_found(node: FrontStore, upstream: Upstream) -> None:
     await node.put(NAME, SEGMENT.data)
     await upstream.delete(NAME)

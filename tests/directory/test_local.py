@@ -20,16 +20,6 @@ from tests.segments import names
 from tests.stores.conformance import failing
 
 
-async def test_a_segment_without_its_data_is_hidden_until_the_data_returns(store: LocalStore) -> None:
-    chain = page_hashes(4)
-    segment = make_segment(chain, 0, 4)
-    await put_segment(store, segment)
-    await store.delete(segment.data_name)
-    assert await store.lookup(FOLDER, chain) == Lookup(())
-    await store.put(segment.data_name, segment.data)
-    assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
-
-
 async def test_corrupt_manifests_are_skipped(store: LocalStore, tmp_path: Path) -> None:
     chain = page_hashes(8)
     for first in (0, 4):
@@ -72,31 +62,11 @@ async def test_orphans_are_collected_once_old(store: LocalStore, tmp_path: Path)
     broken = make_segment(page_hashes(4, "broken"), 0, 4)
     await put_segment(store, broken)
     await store.delete(broken.data_name)
+    assert await store.lookup(FOLDER, page_hashes(4, "broken")) == Lookup(())
     for path in (kept.data_name, orphan.data_name, broken.manifest.key.manifest_name):
         age(tmp_path / path, seconds=120)
     await store.collect()
     assert await names(store) == {kept.data_name, kept.manifest.key.manifest_name, young.data_name}
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("call", ["write", "fsync"])
-async def test_a_full_disk(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    def no_room(*args: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    chain = page_hashes(4)
-    segment = make_segment(chain, 0, 4)
-    for name, content in (*segment.data_objects(), (segment.manifest.key.manifest_name, segment.manifest.encode())):
-        with monkeypatch.context() as patch, failing("full"):
-            patch.setattr(f"sgl_kvfetch.directory.files.os.{call}", no_room)
-            await store.put(name, content)
-        await store.put(segment.data_name, segment.data)
-    assert unfinished(tmp_path) == []
-    assert await store.lookup(FOLDER, chain) == Lookup(())
-    await put_segment(store, segment)
-    assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
 
 
 async def test_other_file_system_errors(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,22 +134,3 @@ async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing
         await opening
     assert unfinished(tmp_path) == []
     assert (await store.usage()).stored_bytes == 0
-
-
-async def test_an_aborted_upload_leaves_nothing(store: LocalStore, tmp_path: Path) -> None:
-    name = data_object(b"abcabc")
-    for is_whole in (False, True):
-        async with store.upload(name) as upload:
-            for _ in range(2):
-                await upload.write(b"abc")
-            assert len(unfinished(tmp_path)) == 1
-            assert await names(store) == set()
-            if is_whole:
-                await upload.commit()
-        assert unfinished(tmp_path) == []
-        assert await store.get(name) == (b"abcabc" if is_whole else None)
-
-
-async def test_a_directory_that_cannot_be_looked_at_is_a_store_error(make: MakeStore) -> None:
-    with failing("io"):
-        await make("x" * 300).usage()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,42 +31,31 @@ async def test_urls_pick_the_store() -> None:
 
 
 URLS = {
-    "expected http://HOST:PORT or https://HOST:PORT or s3:": "gs://bucket ftp://x host:80",
+    "expected http://HOST:PORT or https://HOST:PORT or s3:": "gs://bucket host:80",
     "expected http://": "/var/cache",
     "absolute path": "file://host/path file:relative",
     "query": "file:///path?x=1",
     "malformed": "http://host:port/",
     "": "http:// http://user:se-cret@host http://host/?query http://host/#part",
-    "is not s3://BUCKET": "s3:// s3:///x s3://b?x s3://b/x#y s3://user@b/x s3://b:80/x s3://b/../x s3://b//x s3://b/ä",
+    "is not s3://BUCKET": "s3:// s3://b?x s3://b/x#y s3://user@b/x s3://b:80/x s3://b/../x s3://b//x s3://b/ä",
 }
-INDEXES = (
-    "http://:se-cret@host redis:// redis://:se-cret@host:port redis://host/not-a-number redis://host?db=1"
-    " redis+cluster://host/1 host:6379"
-)
+INDEXES = "http://:se-cret@host redis:// redis://:se-cret@host:port redis://host?db=1 redis+cluster://host/1"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((url, {}, message) for message, urls in URLS.items() for url in urls.split()),
+    *(("s3://bucket", {"s3": S3Options(index=index)}, "the index's URL") for index in INDEXES.split()),
+    ("file:///x", {"token": "t"}, "token"),
+    ("file:///x", {"capacity_bytes": 0}, "capacity_bytes is 0"),
+    ("http://x", {"capacity_bytes": 1}, "capacity_bytes"),
+    ("s3://x", {"capacity_bytes": 1}, "capacity_bytes"),
+    ("s3://x", {"token": "t"}, "is a bucket"),
+]
 
 
-def test_errors_for_other_urls_name_what_is_allowed_and_no_secrets() -> None:
-    wrong = [(url, "", message) for message, urls in URLS.items() for url in urls.split()]
-    wrong += [("", "", "expected http://"), *(("s3://bucket", index, "the index's URL") for index in INDEXES.split())]
-    for url, index, message in wrong:
+def test_what_is_refused_names_what_is_allowed_and_no_secrets() -> None:
+    for url, options, message in REFUSED:
         with pytest.raises(ConfigError, match=message or None) as caught:
-            open_store(url, s3=S3Options(index=index) if index else S3Options())
+            open_store(url, **options)
         assert "se-cret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("url", "options", "message"),
-    [
-        ("file:///x", {"token": "t"}, "token"),
-        ("file:///x", {"capacity_bytes": 0}, "capacity_bytes is 0"),
-        ("http://x", {"capacity_bytes": 1}, "capacity_bytes"),
-        ("s3://x", {"capacity_bytes": 1}, "capacity_bytes"),
-        ("s3://x", {"token": "t"}, "is a bucket"),
-    ],
-)
-def test_options_that_a_store_cannot_have_are_refused(url: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_store(url, **options)
 
 
 @pytest.mark.parametrize("module", ["s3", "redis_index"])
@@ -75,19 +63,3 @@ def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str) 
     monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
     with pytest.raises(ConfigError, match=r"pip install '\.\[s3\]'"):
         open_store("s3://bucket", s3=S3Options(index="redis://host"))
-
-
-@pytest.mark.process
-def test_listing_a_directory_imports_no_data_plane(tmp_path: Path) -> None:
-    program = """
-import sys
-from sgl_kvfetch.tools import main
-sys.argv[0] = "kvfetch"
-try:
-    main()
-finally:
-    print([name for name in sys.modules if name.startswith(("sgl_kvfetch.plane", "torch"))])
-"""
-    command = [sys.executable, "-c", program, "inspect", str(tmp_path)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert (said[1], said[-1]) == ("no segments", "[]")

@@ -106,9 +106,8 @@ async def test_a_bounded_store_counts_all_files_before_it_writes(make: MakeStore
 
 def in_database(script: str) -> Callable[[Path], None]:
     def spoil(path: Path) -> None:
-        db = sqlite3.connect(path, isolation_level=None)
-        db.executescript(script)
-        db.close()
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+            db.executescript(script)
 
     return spoil
 
@@ -118,14 +117,11 @@ def in_database(script: str) -> Callable[[Path], None]:
     "spoil",
     [
         lambda path: path.write_bytes(b"not a database" * 1000),
-        lambda path: os.truncate(path, path.stat().st_size - 1000),  # the last page is cut
         lambda path: shutil.rmtree(path.parent),
-        in_database(
-            "DROP INDEX segments_by_expiry; ALTER TABLE segments DROP COLUMN expires; PRAGMA user_version = 999"
-        ),
+        in_database("ALTER TABLE segments RENAME COLUMN expires TO other; PRAGMA user_version = 999"),
         in_database("DELETE FROM totals"),
     ],
-    ids=["overwritten", "cut", "removed", "another version", "without totals"],
+    ids=["overwritten", "removed", "another version", "without totals"],
 )
 async def test_a_catalog_that_is_unusable_is_rebuilt(
     make: MakeStore, tmp_path: Path, spoil: Callable[[Path], None], is_read: bool

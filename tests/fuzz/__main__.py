@@ -21,7 +21,7 @@ import atheris
 
 FOLDER = Path(__file__).parent
 CORPUS = FOLDER / "corpus"
-NAMES = ["manifests", "segments", "bitstreams", "http", "redis", "profiles", "profile_files", "answers"]
+NAMES = ["manifests", "segments", "bitstreams", "http"]
 _MAX_INPUT_BYTES = 16384
 _MAX_RSS_MB = 1024
 _MAX_INPUT_S = 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes
 from sgl_kvfetch.codec import CodedSegment
 from sgl_kvfetch.directory import LocalStore, files, local
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import app as application, web as pages
+from sgl_kvfetch.server import app as application
 from sgl_kvfetch.server.bodies import Budget, Overloaded
 from sgl_kvfetch.stores import wire
 from tests.segments import names
-from tests.server.serving import answer_to, connected, get, metric, request, serving, status_of
+from tests.server.serving import answer_to, connected, metric, request, serving, status_of
 
 pytestmark = pytest.mark.process
 
@@ -88,44 +87,12 @@ async def test_bodies_take_memory_before_they_are_read_and_answers_until_they_ar
         assert budget.left_bytes == 10_000
 
 
-async def test_the_summary_has_few_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MOST_FOLDERS", 2)
-    async with serving(tmp_path, *segments_of("a", "b", "c")) as (_, session):
-        assert len((await get(session, wire.Route.SUMMARY))["folders"]) == 2
-
-
-async def test_an_answer_about_segments_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    segment_usages = LocalStore.segment_usages
-
-    async def noted(store: LocalStore, folder: str, limit: int, prefix: str) -> Any:
-        asked.append(folder)
-        return await segment_usages(store, folder, limit, prefix)
-
-    monkeypatch.setattr(LocalStore, "segment_usages", noted)
-    async with serving(tmp_path, make_segment(page_hashes(8), 0, 8)) as (_, session):
-        answers = await asyncio.gather(*(get(session, wire.Route.SEGMENTS, folder=FOLDER) for _ in range(20)))
-        assert all(answer == answers[0] and len(answer) == 1 for answer in answers)
-        assert asked == [FOLDER]
-        await get(session, wire.Route.SEGMENTS, status=400, folder="x" * 1000)
-
-
 async def test_listing_and_deleting_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_LISTED_AT_ONCE", 2)
-    held: list[int] = []
-    listed = local.LocalStore._next
-
-    def noted(store: LocalStore, *args: Any) -> Any:
-        some = listed(store, *args)
-        held.append(len(some))
-        return some
-
-    monkeypatch.setattr(LocalStore, "_next", noted)
     store = LocalStore(tmp_path)
     for segment in segments_of("a", "b", "c"):
         await put_segment(store, segment)
     assert len(await names(store)) == 6
-    assert max(held) == 2
     monkeypatch.setattr(local, "MAX_FOLDERS", 2)
     with pytest.raises(StoreError, match="has 3 folders"):
         await store.folders()

@@ -19,6 +19,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server import app as application, metrics as server_metrics
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
+from tests.directory.conftest import unfinished
 from tests.server.serving import get, metric, serving
 from tests.stores.conformance import failing
 
@@ -76,6 +77,7 @@ async def test_a_failure_is_logged_once_and_counted(
         ("open", errno.EROFS),
         ("open", errno.EMFILE),
         ("write", errno.ENOSPC),
+        ("write", errno.EDQUOT),
         ("write", errno.EFBIG),
         ("fsync", errno.EIO),
     ],
@@ -103,11 +105,12 @@ async def test_a_disk_refusing_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert await health() == ""
         with monkeypatch.context() as broken:
             broken.setattr(f"sgl_kvfetch.directory.files.os.{at}", fail)
-            with failing("full" if number in (errno.ENOSPC, errno.EFBIG) else "io"):
+            with failing("full" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "io"):
                 await store.put(data_object(b"second"), b"second")
             assert await metric(session, "requests_total", method="PUT", status="507") == 1
             assert os.strerror(number) in await health()
-        if number != errno.ENOSPC:  # the disk has more free bytes by now, perhaps
+            assert unfinished(tmp_path) == []
+        if number not in (errno.ENOSPC, errno.EDQUOT):  # the disk has more free bytes by now, perhaps
             assert os.strerror(number) in await health()
             assert os.strerror(number) in (await get(session, wire.Route.HEALTH, 503, write=""))["write_problem"]
         await store.put(data_object(b"third"), b"third")

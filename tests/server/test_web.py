@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from harness.small_segments import NAMESPACE, make_segment, page_hashes
-from harness.waiting import until
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec import secure_segment
 from sgl_kvfetch.directory import LocalStore
@@ -25,7 +24,6 @@ from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import NoteKind, wire
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import seal_profile
-from tests.odd_segments import odd_segments
 from tests.segments import with_labels
 from tests.server.serving import get, serving
 from tests.stores.test_profiles import KEYS, save
@@ -33,21 +31,17 @@ from tests.stores.test_profiles import KEYS, save
 pytestmark = pytest.mark.process
 
 
-def test_namespaces_that_differ_look_different() -> None:
-    """Beside model, quantiser and heads, which have columns of their own."""
-    fp8 = replace(NAMESPACE, kv_dtype="float8_e4m3fn")
-    others = (
-        replace(NAMESPACE, kv_dtype="float32"),
-        fp8,
-        replace(fp8, model_dtype="dtype=float32"),
-        replace(fp8, model_dtype="dtype=float32;quantization=awq;flags=0123456789ab"),
-        replace(NAMESPACE, page_size=2),
-        replace(NAMESPACE, first_layer=1),
+def test_a_namespace_says_how_its_cache_is_stored() -> None:
+    """So that those that differ look different."""
+    namespace = replace(
+        NAMESPACE,
+        kv_dtype="float8_e4m3fn",
+        page_size=2,
+        first_layer=1,
+        model_dtype="dtype=float32;quantization=awq;flags=0123456789ab",
     )
-    assert len({pages._cache(each) for each in (NAMESPACE, *others)}) == 1 + len(others)
-    assert pages._cache(others[3]) == (
-        f"float8_e4m3fn, pages of {NAMESPACE.page_size}, layers 0, dtype float32, quantization awq, flags 0123456789ab"
-    )
+    said = "float8_e4m3fn, pages of 2, layers 1, dtype float32, quantization awq, flags 0123456789ab"
+    assert pages._cache(namespace) == said
 
 
 async def test_the_page_itself_needs_no_token(tmp_path: Path) -> None:
@@ -79,6 +73,7 @@ async def test_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 assert response.status == 200
         summary = await get(session, wire.Route.SUMMARY)
         assert await get(session, wire.Route.SUMMARY) == summary  # it may be some seconds old
+        assert [each["lookups"] for each in summary["clients"]] == [2]  # whoever looks at the page does not count
         sizes = [len(each.data) + len(each.manifest.encode()) for each in (long, short)]
         (folder,) = summary["folders"]
         expected = {
@@ -115,27 +110,18 @@ async def test_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (await get(session, f"{wire.Route.SEGMENTS}/{missing}", status=404))["error"] == "not_found"
 
 
-async def test_who_reads_and_writes_and_how_long_it_takes(tmp_path: Path) -> None:
-    segment = make_segment(page_hashes(2), 0, 2)
-    async with serving(tmp_path, segment) as (_, session):
-        summary = await get(session, wire.Route.SUMMARY)
-        assert summary["clients"] == []  # whoever looks at the page does not count
-        assert summary["history"][-1]["values"]["requests_in_flight"] == 0
-        name = f"{segment.manifest.heads.folder}/{segment.data_name.rpartition('/')[2]}"
-        async with session.get(f"{wire.Route.OBJECTS}/{name}") as response:
-            content = await response.read()
-            assert response.status == 200
+async def test_who_reads_and_writes_and_how_long_it_takes() -> None:
     metrics = ServerMetrics()
     request = Mock(method="PUT", remote="10.0.0.7", content_length=100)
     for number in range(70):
         request.remote = f"10.0.0.{number}"
         metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", 0.5, 0)
     request.method = "GET"
-    metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", 0.25, len(content))
+    metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", 0.25, 1000)
     metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "404", 0.25, 50)
     last, before, *others = metrics.clients
     assert (last.address, last.writes, last.written_bytes, last.reads) == ("10.0.0.69", 1, 100, 1)
-    assert last.read_bytes == len(content)
+    assert last.read_bytes == 1000
     assert before.address == "10.0.0.68"
     assert len(others) == 62
     assert metrics.activity()["request_seconds_sum:write"] == 35.0
@@ -174,10 +160,7 @@ async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
     segment = make_segment(page_hashes(4), 0, 4)
     folder = segment.manifest.heads.folder
-    found = Audits(
-        model="m", quantiser="klt 1e-3", num_audits=30, at_s=1e9, ratio=3.0, where="K of layer 3", typical=1.8,
-        num_recent=20, before=0.7, by_length={"to 1024": 1.8},
-    )  # fmt: skip
+    found = Audits(model="m", quantiser="klt 1e-3", num_audits=30, at_s=1e9, ratio=3.0, typical=1.8, num_recent=20)
     async with serving(tmp_path, segment) as (server, session):
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
         assert row["audits"] == []
@@ -186,18 +169,15 @@ async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: p
         await store.tell_audits(f"{'0' * 32}.0-1", found)  # it may have been deleted: nothing goes wrong
         ((told,),) = [row["audits"] for row in (await get(session, wire.Route.SUMMARY))["folders"]]
         assert (told["client"], msgspec.convert(told["audits"], Audits)) == ("127.0.0.1", found)
-        assert "1.8 times as large as expected, the median of the last 20 audits, and 0.7 before" in told["says"]
         assert told["says"].endswith("it does not fit the prompts")
         assert "calibrate --publish" in told["advice"]
         await store.tell_audits(folder, msgspec.structs.replace(found, off="3 of the last 3 audits"))
         ((told,),) = [row["audits"] for row in (await get(session, wire.Route.SUMMARY))["folders"]]
         assert told["says"] == "nothing of it is used: 3 of the last 3 audits"
         await store.close()
-        async with session.put(f"{wire.Route.AUDITS}/{folder}", data=b"{}") as response:
-            assert response.status == 400
-            assert "what audits found is malformed" in (await response.json())["message"]
-        async with session.put(f"{wire.Route.AUDITS}/odd", data=b"{}") as response:
-            assert response.status == 404
+        for name, status in ((folder, 400), ("odd", 404)):
+            async with session.put(f"{wire.Route.AUDITS}/{name}", data=b"{}") as response:
+                assert response.status == status
 
 
 async def test_a_summary_has_failures_and_the_token_s_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,20 +219,6 @@ async def test_looking_is_no_use_and_a_damaged_manifest_is_named(tmp_path: Path)
     await store.close()
 
 
-async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
-    segments = list(odd_segments())
-    async with serving(tmp_path, *segments) as (_, session):
-        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
-        for segment in segments:
-            manifest = segment.manifest
-            name, namespace = manifest.key.manifest_name, manifest.namespace
-            about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
-            for found in (about, rows[manifest.heads.folder]):
-                assert found["model_identity"] == namespace.model[:200]
-                assert found["quantiser_identity"] == namespace.quantiser[:200]
-            assert len(await get(session, wire.Route.SEGMENTS, folder=manifest.heads.folder)) == 1
-
-
 @pytest.mark.parametrize("fault", [ValueError("a text that nobody thought of"), StoreError("io", "a bad sector")])
 async def test_an_odd_folder_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
     """Because of its names, or as its manifest cannot be read."""
@@ -271,21 +237,3 @@ async def test_an_odd_folder_costs_one_row(tmp_path: Path, monkeypatch: pytest.M
     assert rows[good.manifest.heads.folder]["model"] == "conformance"
     assert rows[bad.manifest.heads.folder]["model"] == ""
     assert rows[bad.manifest.heads.folder]["num_segments"] == 1
-
-
-async def test_a_folder_whose_files_are_gone_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an eviction that a full disk has undone in the catalog alone."""
-    for age in ("_FOLDERS_AGE_S", "_SUMMARY_AGE_S"):
-        monkeypatch.setattr(pages, age, -1.0)
-    gone, kept = make_segment(page_hashes(4), 0, 4, model="gone"), make_segment(page_hashes(4), 0, 4)
-    async with serving(tmp_path, gone, kept) as (_, session):
-        for path in (tmp_path / gone.manifest.heads.folder).iterdir():
-            path.unlink()
-        for _ in range(2):
-            (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
-            assert (row["model"], row["num_tokens"]) == ("conformance", 4)
-
-        async def is_counted_no_more() -> bool:
-            return (await get(session, wire.Route.SUMMARY))["history"][-1]["values"]["segments"] == 1
-
-        await until(is_counted_no_more)

@@ -8,8 +8,7 @@ import re
 import socket
 import ssl
 import struct
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import trustme
 
 from harness.small_segments import FOLDER, data_object, page_hashes
-from harness.waiting import WAIT_S, until
+from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.http import HttpStore
@@ -40,124 +39,109 @@ class Server:
 
     def __init__(self, state: str, fault: str, tls: ssl.SSLContext | None) -> None:
         self._state, self._fault, self._tls = state, fault, tls
-        self._is_well = threading.Event()
-        self._kept: list[socket.socket] = []
-        self.has_come = threading.Event()  # to the state
-        self.is_idle = threading.Event()  # the client has the first answer
+        self._is_well = False
+        self.has_come = asyncio.Event()  # to the state
+        self.is_idle = asyncio.Event()  # the client has the first answer
+        self._writers: list[asyncio.StreamWriter] = []
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._threads: list[threading.Thread] = []
-        if state != "connecting" or fault == "closed":
-            self._accept_all()
-        elif fault == "silent":  # the kernel answers nobody once the queue is full
+        self._waiting: list[socket.socket] = []
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        if self._state != "connecting" or self._fault == "closed":
+            await self._accept_all()
+            return
+        if self._fault == "silent":  # the kernel answers nobody once the queue is full
             self._listener.listen(0)
             for _ in range(3):
-                waiting = socket.socket()
-                waiting.setblocking(False)
-                waiting.connect_ex(("127.0.0.1", self.port))
-                self._kept.append(waiting)
-            self.has_come.set()
-        else:  # it resets whoever comes
-            self.has_come.set()
+                self._waiting.append(socket.socket())
+                self._waiting[-1].setblocking(False)
+                self._waiting[-1].connect_ex(("127.0.0.1", self.port))
+        self.has_come.set()  # or it does not listen, which resets whoever comes
 
-    def recover(self) -> None:
-        self._is_well.set()
+    async def recover(self) -> None:
+        self._is_well = True
         self.is_idle.set()
-        if not self._threads:
-            self._accept_all()
+        if self._server is None:
+            await self._accept_all()
 
-    def close(self) -> None:
-        self.recover()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for kept in self._kept:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(kept, socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(WAIT_S)
-        for kept in self._kept:
-            kept.close()
+    async def close(self) -> None:
+        await self.recover()
+        assert self._server is not None
+        self._server.close()
+        for waiting in self._waiting:
+            waiting.close()
+        for writer in self._writers:
+            writer.transport.abort()
 
-    def _accept_all(self) -> None:
-        self._listener.listen(100)
-        self._start(self._accept)
+    async def _accept_all(self) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=self._listener)
 
-    def _start(self, target: Callable[..., None], *args: Any) -> None:
-        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                taken, _ = self._listener.accept()
-                self._kept.append(taken)
-                self._start(self._serve, taken)
-
-    def _serve(self, taken: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the client has left
-            if self._comes_to("connecting", taken):
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        with contextlib.suppress(OSError, EOFError):  # the client has left
+            if self._comes_to("connecting", writer):
                 return
             if self._tls is not None:
                 if self._is_at("handshake"):
-                    taken.recv(10)
-                if self._comes_to("handshake", taken):
+                    await reader.read(10)
+                if self._comes_to("handshake", writer):
                     return
-                taken = self._tls.wrap_socket(taken, server_side=True)
-                self._kept.append(taken)
+                await writer.start_tls(self._tls)
             num_served = 0
-            while self._answer(taken, num_served):
+            while await self._answer(reader, writer, num_served):
                 num_served += 1
 
-    def _answer(self, taken: socket.socket, num_served: int) -> bool:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_served: int) -> bool:
         if self._is_at("idle") and num_served and self._fault != "silent":
-            self.is_idle.wait(WAIT_S)
-            if self._comes_to("idle", taken):
+            await self.is_idle.wait()
+            if self._comes_to("idle", writer):
                 return False
-        request = taken.recv(20)
-        if not request or self._comes_to("request", taken):
+        request = await reader.readexactly(20)
+        if self._comes_to("request", writer):
             return False
-        while b"\r\n\r\n" not in request:
-            request += taken.recv(1 << 16)
-        head, _, body = request.partition(b"\r\n\r\n")
-        length = re.search(rb"(?i)content-length: (\d+)", head)
-        left = int(length[1]) - len(body) if length else 0
-        while left:
-            left -= len(taken.recv(min(left, 1 << 20)))
-        if num_served and self._comes_to("idle", taken):
+        request += await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", request)
+        await reader.readexactly(int(length[1]) if length else 0)
+        if num_served and self._comes_to("idle", writer):
             return False
-        if head.startswith(b"GET"):
-            wanted = re.search(rb"bytes=(\d+)-(\d+)", head)
+        if request.startswith(b"GET"):
+            wanted = re.search(rb"bytes=(\d+)-(\d+)", request)
             assert wanted is not None
             start, last = int(wanted[1]), int(wanted[2])
             said, content = b"206 P\r\nContent-Range: bytes %d-%d/*" % (start, last), CONTENT[start : last + 1]
         else:
-            said, content = (b"201 Created", b"") if head.startswith(b"PUT") else (b"200 OK", NO_HITS)
+            said, content = (b"201 Created", b"") if request.startswith(b"PUT") else (b"200 OK", NO_HITS)
         answer = b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (said, len(content))
         if self._is_at("head"):
-            taken.sendall(answer[:20])
-            return not self._comes_to("head", taken)
+            writer.write(answer[:20])
+            await writer.drain()
+            return not self._comes_to("head", writer)
         if self._is_at("body"):
-            taken.sendall(answer.replace(b"201", b"422").replace(b": 0", b": 9") + content[: len(content) // 2])
-            return not self._comes_to("body", taken)
-        taken.sendall(answer + content)
+            writer.write(answer.replace(b"201", b"422").replace(b": 0", b": 9") + content[: len(content) // 2])
+            await writer.drain()
+            return not self._comes_to("body", writer)
+        writer.write(answer + content)
+        await writer.drain()
         return True
 
     def _is_at(self, state: str) -> bool:
-        return state == self._state and not self._is_well.is_set()
+        return state == self._state and not self._is_well
 
-    def _comes_to(self, state: str, taken: socket.socket) -> bool:
+    def _comes_to(self, state: str, writer: asyncio.StreamWriter) -> bool:
         """Do the fault if this is the state. Return whether the connection is not to be served."""
         if not self._is_at(state):
             return False
         if self._fault == "reset":
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         if self._fault != "silent":
-            taken.close()
+            writer.transport.abort()
         self.has_come.set()
         if state == "idle" and self._fault != "silent":
-            self._is_well.set()  # the next connection is not to be reset while its answer is on the way
+            self._is_well = True  # the next connection is not to be reset while its answer is on the way
         return True
 
 
@@ -166,14 +150,16 @@ def authority() -> trustme.CA:
     return trustme.CA()
 
 
-Begin = Callable[..., tuple[Server, HttpStore]]
+Begin = Callable[..., Awaitable[tuple[Server, HttpStore]]]
 
 
 @pytest.fixture
 async def begin(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[Begin]:
     async with contextlib.AsyncExitStack() as stack:
 
-        def start(scheme: str, state: str, fault: str, options: HttpOptions = PATIENT) -> tuple[Server, HttpStore]:
+        async def start(
+            scheme: str, state: str, fault: str, options: HttpOptions = PATIENT
+        ) -> tuple[Server, HttpStore]:
             context = None
             if scheme == "https":
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -181,7 +167,8 @@ async def begin(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[Begin]:
                 authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
                 options = replace(options, tls=TlsFiles(ca=str(tmp_path / "ca.pem")))
             server = Server(state, fault, context)
-            stack.callback(server.close)
+            stack.push_async_callback(server.close)
+            await server.start()
             store = HttpStore(f"{scheme}://127.0.0.1:{server.port}", options=options)
             stack.push_async_callback(store.close)
             return server, store
@@ -201,7 +188,7 @@ async def ended(task: asyncio.Task[Any]) -> None:
 
 
 async def is_well(server: Server, store: HttpStore, kind: str) -> None:
-    server.recover()
+    await server.recover()
     store.options = PATIENT
     into = bytearray(len(CONTENT))
     await call(store, kind, into)
@@ -214,7 +201,7 @@ CELLS = [each for each in product(("http", "https"), CALLS, STATES) if (each[0],
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("scheme", "kind", "state"), CELLS)
 async def test_calls_end_and_the_next_is_well(begin: Begin, scheme: str, kind: str, state: str, fault: str) -> None:
-    server, store = begin(scheme, state, fault)
+    server, store = await begin(scheme, state, fault)
     if state == "idle":
         await call(store, kind, bytearray(len(CONTENT)))
         server.is_idle.set()
@@ -245,12 +232,12 @@ async def test_calls_end_and_the_next_is_well(begin: Begin, scheme: str, kind: s
 async def test_a_silent_server_keeps_nobody(begin: Begin, scheme: str, kind: str, state: str, end: str) -> None:
     connect_timeout_s = 0.2 if end == "connect_timeout_s" else WAIT_S
     options = HttpOptions(timeout_s=WAIT_S, connect_timeout_s=connect_timeout_s, max_attempts=1)
-    server, store = begin(scheme, state, "silent", options)
+    server, store = await begin(scheme, state, "silent", options)
     if state == "idle":
         await call(store, kind, bytearray(len(CONTENT)))
     into = bytearray(len(CONTENT))
     task = asyncio.create_task(call(store, kind, into))
-    await until(server.has_come.is_set)
+    await server.has_come.wait()
     if end == "cancellation":
         task.cancel()
         await ended(task)

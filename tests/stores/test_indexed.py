@@ -75,15 +75,6 @@ async def test_a_hit_takes_a_get_a_segment_and_a_miss_one_a_length(
         assert sorted(s3_proxy.requests) == sorted(gets)
 
 
-async def test_a_deleted_manifest_has_no_pages(store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy) -> None:
-    await put(store, (0, 16), (16, 8))
-    s3_proxy.requests.clear()
-    assert await store.delete(manifest_name(0, 16))
-    assert len(s3_proxy.requests) == 2
-    assert [entry is not None for entry in await pages.find(FOLDER, CHAIN)] == [False] * 16 + [True] * 8 + [False] * 8
-    assert not await store.delete(manifest_name(0, 16))
-
-
 async def test_a_page_that_the_index_lost_does_not_hide_the_others(store: IndexedS3Store, pages: PageIndex) -> None:
     await put(store, (0, 16), (16, 8))
     known = await pages.find(FOLDER, CHAIN[:24])

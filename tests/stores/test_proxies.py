@@ -94,19 +94,13 @@ async def test_the_environments_proxy(name: str, rig: Rig, tmp_path: Path, monke
 
 
 NO_PROXY: list[tuple[str, str, bool]] = [
-    ("other.test", "store.test", True),
-    ("store.test", "store.test", False),
     ("test", "store.test", False),
-    (".TEST", "store.test", False),
     ("ore.test", "store.test", True),
-    ("other.test, .test", "store.test", False),
+    ("other.test, .TEST", "store.test", False),
     ("*", "store.test", False),
     ("*", "192.0.2.1", False),
     ("192.0.2.0/24", "192.0.2.1", False),
-    ("192.0.2.1", "192.0.2.1", False),
     ("192.0.3.0/24,2001:db8::/32", "192.0.2.1", True),
-    ("", "192.0.2.1", True),
-    ("", "127.0.0.1", False),
     ("", "localhost", False),
     ("", "[::1]", False),
     ("", "169.254.169.254", False),

