@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from harness.models import OTHER_FAMILIES, OTHER_IMAGE_TEXT, make_tiny, make_tiny_image_text
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
-from sgl_kvfetch.codec.calibrate.layers import WINDOWS_APART, LayeredModel
+from sgl_kvfetch.codec.calibrate.layers import WINDOWS_APART, LayeredModel, pool_of_keys
 from sgl_kvfetch.codec.quant.layer_map import Pool
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plugin.identity import pool_layers
@@ -163,3 +163,9 @@ def test_the_map_of_a_model_has_sglangs_layers(family: str, tmp_path: Path, monk
     if config.attention_arch == AttentionArch.MLA:
         shape = 1, config.qk_rope_head_dim, config.kv_lora_rank
     assert (model.num_heads, model.k_head_dim, model.v_head_dim) == shape
+
+
+def test_the_windows_of_mimo_are_in_its_pattern() -> None:
+    config = SimpleNamespace(hybrid_layer_pattern=[1, 0])
+    found = [pool_of_keys(["MiMoV2FlashForCausalLM"], config, layer) for layer in range(2)]
+    assert found == [Pool.WINDOW, Pool.KV]
