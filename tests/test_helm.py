@@ -160,15 +160,3 @@ def test_options_are_those_that_the_chart_leaves_to_users() -> None:
     named = set(re.findall(r"[a-z][a-z-]+(?=[|)=])", options["items"]["pattern"]))
     assert named <= known
     assert known - named == OF_THE_CHART
-
-
-def test_values_that_yaml_would_take_for_something_else_stay_text() -> None:
-    """Such as a class or a secret that is called like a number."""
-    values = {key: "123" for key in ("tokenSecret", "tlsSecret", "priorityClassName")} | {"storageClassName": "1e3"}
-    strings = [word for key, value in values.items() for word in ("--set-string", f"{key}={value}")]
-    found = run("template", "kv", str(CHART), *strings, image="kvfetch")
-    assert found.returncode == 0, found.stderr
-    (stateful,) = (each for each in yaml.safe_load_all(found.stdout) if each["kind"] == "StatefulSet")
-    require_accepted(stateful)
-    (claim,) = stateful["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["storageClassName"] == "1e3"

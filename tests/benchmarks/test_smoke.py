@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import demo
 from benchmarks.real_model import prose
-from harness.engine import Generation
 from tests.codec.quant.profiles import make_profile
 
 pytestmark = pytest.mark.slow
@@ -115,17 +113,6 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "small random model is used" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert recording.read_text().count("animation: appear") > 15
-
-
-@pytest.mark.parametrize(
-    ("text", "cached_tokens", "code"), [("It is tulip.", 96, 0), ("It is rose.", 96, 1), ("It is tulip.", 16, 1)]
-)
-def test_the_demo_fails_by_answers_and_reuse(text: str, cached_tokens: int, code: int) -> None:
-    subject = demo.Subject("a model", Path("model"), [1] * 100, "What is it?", "tulip", {}, [])
-    right = Generation("It is tulip.", [1, 2], [], 96, {}, 1.0, {})
-    fetched = Generation(text, [1, 2], [], cached_tokens, {}, 1.0, {})
-    raw, ours = (demo.Run(right, [each], 1) for each in (right, fetched))
-    assert demo._judge(Console(quiet=True), subject, raw, ours) == code
 
 
 def test_real_model(real_model: Path) -> None:

@@ -206,14 +206,6 @@ def test_selection_on_a_command_line(argv: list[str], selected: bool) -> None:
     assert selects_backend(argv) is selected
 
 
-def test_traces_that_cannot_be_exported_stop_a_launch_in_device_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    check_launch(_args())
-    with pytest.raises(ConfigError, match="kvfetch exports traces only as http/protobuf"):
-        check_launch(_args(enable_hierarchical_cache=False))
-
-
 def test_flags_without_a_host_tier_become_those_of_the_linker() -> None:
     args = _args(enable_hierarchical_cache=False)
     with_host_tier = _args()

@@ -19,7 +19,7 @@ from sgl_kvfetch.tools import terminal
 from sgl_kvfetch.tools.app import COMMANDS, import_command
 from sgl_kvfetch.tools.terminal import _Formatter, format_size, make_console, make_table, say, show
 from sgl_kvfetch.user_files import parse_duration, parse_size
-from tests.tools.conftest import Stored, kvfetch
+from tests.tools.conftest import Stored
 
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang"}
 
@@ -61,13 +61,6 @@ def test_stored_text_cannot_forge_or_fill_the_log(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> None:
     assert inspect.getdoc(import_command(command)).partition("\n")[0] == COMMANDS[command]  # type: ignore[union-attr]
-
-
-def test_an_unknown_command_is_refused() -> None:
-    result = kvfetch("verfy")
-    assert result.exit_code == 2
-    assert "No such command 'verfy'" in result.stderr
-    assert "verify" in result.stderr
 
 
 @pytest.mark.process

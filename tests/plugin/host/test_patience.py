@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plugin import hooks
-from sgl_kvfetch.plugin.host import storage
 from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget
-from tests.plugin.backends import Make, keys, make_cache, make_operation, store_pages, tokens
-from tests.plugin.planes import Served
+from tests.plugin.backends import Make, make_cache, make_operation
 
 
 def test_sglangs_own_budget_is_replaced_and_one_of_the_user_stays() -> None:
@@ -66,37 +60,3 @@ def test_a_host_pool_that_loses_pages_is_told_of(make: Make) -> None:
     ):
         backend.be_patient(cache, 1.0, 0.25)
         assert len(backend.unstored) == num_told
-
-
-def test_what_has_arrived_when_the_time_is_up_counts(
-    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All fetches of a prefetch share its deadline, however many SGLang makes of it."""
-    names = keys(4)
-    store_pages(make(), names[:2], [0, 1])
-    store_pages(make(), names[2:], [2, 3], names[:2])
-    backend = make()
-    store, fetcher = served.service.client.store, served.service.client.fetcher
-    get, monotonic = store.get, time.monotonic
-    ahead_s = 0.0
-
-    async def get_the_first(name: str, *args: Any, **kwargs: Any) -> bytes | None:
-        nonlocal ahead_s
-        if name.endswith(".kvd") and f"-{names[3]}" in name:
-            # However slow the machine is: the time is up once the first pages are restored, and not before.
-            await until(lambda: any(fetch.num_pages == 2 for fetch in fetcher._running))
-            ahead_s = WAIT_S
-            await asyncio.Event().wait()
-        return await get(name, *args, **kwargs)
-
-    monkeypatch.setattr(store, "get", get_the_first)
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead_s)
-    monkeypatch.setattr(storage, "_GRACE_S", 2 * WAIT_S)
-    backend.be_patient(make_cache("timeout", WAIT_S), WAIT_S, 0.0)
-    stop = threading.Event()
-    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend, storage_stop_event=stop)
-    hooks.begin_transfer(controller, make_operation(time.monotonic()))
-    started_s = monotonic()
-    assert backend.batch_get_v1(names, tokens([4, 5, 6, 7])) == [True, True, False, False]
-    assert backend.batch_get_v1(names[2:], tokens([6, 7])) == [False, False]
-    assert monotonic() - started_s < WAIT_S  # and not the 600 s of fetch_timeout_s
