@@ -16,10 +16,9 @@ import pytest
 from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plugin.versions import installed_version
+from sgl_kvfetch.plugin.versions import WITH_LINKER, installed_version
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, assert_fetched, from_storage, make_prompt, same_answer
 from tests.e2e.faults import PAGES, compute_and_store
-from tests.linker import HAS_LINKER
 
 pytestmark = pytest.mark.sglang
 
@@ -75,7 +74,7 @@ def test_a_prompt_whose_beginning_is_on_the_device(
         assert ("write_through, SGLang's default, does both" in server.log()) is (policy == "write_back")
 
 
-MODES = {"host": hicache_args} | ({"device": device_args} if HAS_LINKER else {})
+MODES = {"host": hicache_args} | ({"device": device_args} if installed_version() in WITH_LINKER else {})
 
 
 @pytest.mark.parametrize("args", MODES.values(), ids=MODES)

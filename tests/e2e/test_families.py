@@ -36,7 +36,6 @@ from tests.e2e.continuation import (
     goes_on_in_both_modes,
     started,
 )
-from tests.linker import needs_linker
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -159,7 +158,6 @@ def ask_about(server: SGLangServer, seed: int) -> Generation:
     )
 
 
-@needs_linker
 def test_two_images_of_one_size_in_one_text(store: StoreProcess, tmp_path: Path) -> None:
     model = make_tiny_image_text(tmp_path / "model", "qwen3_vl")
     num_tokens = 2 * TEXT + IMAGE_TOKENS + 2

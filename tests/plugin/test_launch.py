@@ -19,7 +19,7 @@ import pytest
 
 from harness.imported_sglang import ImportedSGLang
 from harness.models import make_tiny_llama
-from tests.linker import HAS_LINKER
+from sgl_kvfetch.plugin.versions import WITH_LINKER, installed_version
 
 pytestmark = pytest.mark.sglang
 
@@ -157,7 +157,7 @@ for line in lines:
 def test_pages_have_64_tokens_where_nobody_chooses(run: Run, tmp_path: Path) -> None:
     ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": "http://nowhere"})]
     host = [*ours, "--enable-hierarchical-cache"]
-    device = ours if HAS_LINKER else host
+    device = ours if installed_version() in WITH_LINKER else host
     sizes = {
         "64": [device, host],
         "16": [[*device, "--page-size", "16"]],

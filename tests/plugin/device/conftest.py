@@ -11,17 +11,17 @@ from sglang.srt.mem_cache import unified_radix_cache
 from sgl_kvfetch.plane import service, store, store as plane_store
 from sgl_kvfetch.plugin import starting, weight_updates
 from sgl_kvfetch.plugin.device import linker
+from sgl_kvfetch.plugin.versions import WITH_LINKER, installed_version
 from sgl_kvfetch.protocol import quantiser
 from sgl_kvfetch.protocol.quantiser import config_quantiser
 from sgl_kvfetch.stores import with_keys
 from sgl_kvfetch.triton_kernels import runtime
-from tests.linker import HAS_LINKER
 from tests.plugin.device.rig import GatedStore, Rig, make_rig
 from tests.plugin.planes import store_in
 
 MakeRig = Callable[..., Rig]
 
-collect_ignore_glob = [] if HAS_LINKER else ["test_*.py"]
+collect_ignore_glob = [] if installed_version() in WITH_LINKER else ["test_*.py"]
 
 
 @pytest.fixture

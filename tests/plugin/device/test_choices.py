@@ -20,7 +20,7 @@ from sgl_kvfetch.plugin.device import waiting_queue
 from sgl_kvfetch.plugin.device.waiting_queue import WaitingQueue
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Request, Rig, prompt
-from tests.plugin.queues import fill_queue, note_refusals
+from tests.plugin.queues import fill_queue
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -154,8 +154,18 @@ def full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Full:
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     rig.stored(STORED)
-    free = fill_queue(rig.parts.plane)
-    return rig, note_refusals(rig.parts.plane, monkeypatch), free
+    free, refusals = fill_queue(rig.parts.plane), list[int]()
+    room = rig.parts.plane._peer._room
+    allocate = room.allocate
+
+    def noted(num_bytes: int, timeout_s: float | None = None) -> int | None:
+        offset = allocate(num_bytes, timeout_s)
+        if offset is None:
+            refusals.append(num_bytes)
+        return offset
+
+    monkeypatch.setattr(room, "allocate", noted)
+    return rig, refusals, free
 
 
 @pytest.mark.parametrize("is_wanted", [False, True], ids=["", "others need the pool"])
