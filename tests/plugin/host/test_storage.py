@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import SidePools
-from sgl_kvfetch.plugin.host.storage import KVFetchStorage
+from sgl_kvfetch.plugin.host.storage import KVFetchStorage, Rewriting
 from sgl_kvfetch.reasons import Reason
 from tests.plugin.backends import (
     LAYERS,
@@ -258,3 +258,21 @@ def test_layers_of_a_draft_model_in_a_side_pool_are_noticed() -> None:
     assert not sides.has_draft
     sides.add_pool(PoolName.SWA, make_pool(target_layer_num=LAYERS - 1))
     assert sides.has_draft
+
+
+def test_nodes_are_stored_once_more_after_a_loss_of_any_rank() -> None:
+    """In a tree in which each node stands behind all with smaller ids."""
+    others_losses = 0
+    core = Mock(collect_path_info=lambda ids: [[Mock(node_id=each) for each in range(1, ids[0] + 1)]])
+    cache = Mock(tree_core=core, _all_reduce=lambda least, op: least.clamp_(max=-others_losses))
+    rewriting, stored = Rewriting(), list[int]()
+    for node_id, own_losses, others_losses, expected in (
+        (3, 0, 0, [3]),
+        (4, 1, 0, [1, 2, 3, 4]),
+        (5, 1, 0, [5]),
+        (6, 1, 2, [1, 2, 3, 4, 5, 6]),
+        (7, 2, 2, [7]),
+    ):
+        stored.clear()
+        rewriting.store(lambda cache, node_id: stored.append(node_id), cache, node_id, own_losses)
+        assert stored == expected, others_losses
