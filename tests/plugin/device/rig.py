@@ -318,6 +318,13 @@ class Rig:
             for layer, buffer in enumerate(buffers)
         )
 
+    def fill_queue(self) -> Callable[[], None]:
+        """Leave no room for pages in the write queue. Return what frees it all."""
+        room = self.parts.plane._peer._room
+        offset = room.allocate(room.num_bytes, 0)
+        assert offset is not None
+        return lambda: room.free(offset)
+
     def switch(self) -> Callable[[], None]:
         """Go over to another quantiser. Return what waits until a data plane serves by it."""
         service.__dict__["config_quantiser"] = config_quantiser

@@ -20,7 +20,6 @@ from sgl_kvfetch.plugin.device import waiting_queue
 from sgl_kvfetch.plugin.device.waiting_queue import WaitingQueue
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Request, Rig, prompt
-from tests.plugin.queues import fill_queue
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -154,7 +153,7 @@ def full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Full:
     monkeypatch.setattr(data_plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     rig.stored(STORED)
-    free, refusals = fill_queue(rig.parts.plane), list[int]()
+    free, refusals = rig.fill_queue(), list[int]()
     room = rig.parts.plane._peer._room
     allocate = room.allocate
 
@@ -202,7 +201,7 @@ def test_they_do_not_wait_while_the_store_takes_none(full: Full) -> None:
     rig.compute(prompt(0))
     rig.write_all()
     wait_until(lambda: not rig.parts.plane._peer._room._taken)
-    fill_queue(rig.parts.plane)
+    rig.fill_queue()
     rig.compute(prompt(1))
     rig.settle(lambda: not rig.cache.linker.pending_offloads)
 

@@ -12,7 +12,6 @@ from harness.waiting import LoopClock
 from sgl_kvfetch.errors import KVFetchError
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, Ranks, Request, Rig, prompt
-from tests.plugin.queues import fill_queue
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -199,7 +198,7 @@ def test_all_ranks_attach_or_none(make: MakeRig) -> None:
 
 def test_detaching_gives_back_the_locks_of_copies(rig: Rig) -> None:
     text = rig.parts.extra_config
-    fill_queue(rig.parts.plane)  # copies wait for room
+    rig.fill_queue()  # copies wait for room
     rig.compute(prompt(0))
     rig.step()
     assert rig.cache.protected_size() == 32

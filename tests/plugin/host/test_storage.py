@@ -138,6 +138,18 @@ def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyP
         assert backend.batch_exists(keys(2)) == 0
 
 
+def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:
+    store_pages(make(), keys(2), [0, 1])
+    (path,) = tmp_path.rglob("*.kvd")
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    other = make()
+    assert other.batch_exists(keys(2)) == 2
+    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
+    wait_until(lambda: other.batch_exists(keys(2)) == 0)
+    store_pages(other, keys(2), [0, 1])
+    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
+
+
 def test_modes(make: Make, tmp_path: Path) -> None:
     store_pages(make(), keys(2), [0, 1])
     write_only = make(mode="write_only")
