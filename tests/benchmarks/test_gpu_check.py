@@ -1,5 +1,4 @@
-"""The run of all that needs a GPU, without one: what it does then, and its steps over fakes, each also with a fault
-that it must find."""
+"""The run of all that needs a GPU, without one; and its steps over fakes, each also with a fault that it must find."""
 
 from __future__ import annotations
 

@@ -386,6 +386,11 @@ def test_a_start_has_more_time_while_it_does_something(
     assert len(asked) == num_ticks
 
 
+def test_a_data_plane_that_has_nothing_to_do_answers(plane: DataPlane, launcher: Launcher) -> None:
+    time.sleep(1.5 * run_module._RUNNING_TICKS[0] * run_module._TICK_S)
+    assert launcher.started[0].process.poll() is None, "it was taken for one that hangs"
+
+
 def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launcher) -> None:
     process = launcher.started[0]
     wait_until(lambda: not process.is_busy())  # without work it only waits
