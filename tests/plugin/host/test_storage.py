@@ -98,11 +98,9 @@ def test_pages_may_wait_in_the_host_pool_while_it_has_room_for_others(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How they wait, tests/plugin/device/test_choices.py tests."""
-    backend, cache, waiting = make(), make_cache(), Queue[Any]()
-    cache.cache_controller.backup_queue, cache.cache_controller.storage_stop_event = (
-        waiting,
-        (stop := threading.Event()),
-    )
+    backend, cache, waiting, stop = make(), make_cache(), Queue[Any](), threading.Event()
+    controller = cache.cache_controller
+    controller.backup_queue, controller.storage_stop_event = waiting, stop
     backend.be_patient(cache, 1.0, 0.0)
     monkeypatch.setattr(backend._plane, "write", write := Mock(return_value=0))
     assert backend.batch_set_v1(keys(1), tokens([0]), after([])) == [False]
