@@ -19,7 +19,7 @@ from sgl_kvfetch.tools.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
-_BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`((?:kvfetch |python -m benchmarks|scripts/)[^`]*)`")
 _START = re.compile(r"(?:[A-Z_]+=\S+ )*(?=kvfetch |python -m benchmarks|scripts/)")
 _COMMENT = re.compile(r"\s#.*")  # shlex would take STORE#PREFIX for one
@@ -32,11 +32,11 @@ _MODULES = {"scripts/demo": "benchmarks.demo", "scripts/gpu_check": "benchmarks.
 def commands_of(page: Path) -> Iterator[tuple[list[str], bool]]:
     """Yield each command of a page as words. The flag says if it stands in a block, and so is complete."""
     text = page.read_text()
-    for block in _BLOCK.findall(text):
+    for block in BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             if start := _START.match(line):
                 yield shlex.split(_COMMENT.sub("", line[start.end() :].removesuffix("&"))), True
-    for span in _SPAN.findall(_BLOCK.sub("", text)):
+    for span in _SPAN.findall(BLOCK.sub("", text)):
         if span not in _NOT_COMMANDS:
             yield [word for word in re.sub(r"[\[\]]", " ", span).split() if word != "..."], False
 

@@ -18,10 +18,9 @@ import pytest
 
 from benchmarks import real_model
 from harness.engine import free_port, other_models
+from tests.test_commands_in_docs import BLOCK, ROOT
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
-_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # The tests' own environment has what a wheel needs: SGLang would take gigabytes.
 _INSTALL = f"{sys.executable} -m pip install --quiet --no-deps --no-build-isolation --target installed "
 
@@ -35,7 +34,7 @@ def quick_start() -> str:
     * Before the servers end, examples/openai_client.py asks SGLang, which gets the flag that the example names.
     """
     page = (ROOT / "docs" / "index.md").read_text()
-    script = "\n".join(_BLOCK.findall(page[page.index("## Quick start") : page.index("## Next")]))
+    script = "\n".join(BLOCK.findall(page[page.index("## Quick start") : page.index("## Next")]))
     ports = {"8700": str(free_port()), "30000": str(free_port())}
     client = f"{sys.executable} {ROOT / 'examples' / 'openai_client.py'} http://127.0.0.1:30000/v1 prompt.txt"
     changes = (
@@ -82,7 +81,7 @@ def first_block(wheel: Path, model: Path) -> str:
     body = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}})
     why = f"kvfetch why http://127.0.0.1:{store} --server http://127.0.0.1:{sglang} --prompt '{prompt}'"
     return f"""{on_cpu}
-{replaced(_BLOCK.findall((ROOT / "README.md").read_text())[0], changes)}
+{replaced(BLOCK.findall((ROOT / "README.md").read_text())[0], changes)}
 curl -sf -H 'Content-Type: application/json' -d '{body}' http://127.0.0.1:{sglang}/generate
 until {why}; do sleep 1; done
 env -u KVFETCH_TOKEN kvfetch inspect http://127.0.0.1:{store} 2>&1
