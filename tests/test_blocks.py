@@ -27,6 +27,7 @@ def test_few_freed_bytes_are_kept_until_they_are_dropped(monkeypatch: pytest.Mon
     del held
     gc.collect()
     assert sum(map(len, blocks._kept)) == 8 << 20
+    assert len(blocks._take(1 << 20)) == 1 << 20  # they are more than twice as large
     assert len(blocks._take(2 << 20)) == 4 << 20
     assert len(blocks._take(64 << 20)) == 64 << 20  # none is that large
     assert blocks._kept

@@ -66,22 +66,9 @@ CASES = [
         "benchmark mode model profile dtype rows",
         "method prompt_tokens gbps ttft_s wire_bytes cached_tokens",
     ),
-    Case(
-        "sessions",
-        "--turns 4 --tokens 200 --pause 0.1 --store http --mode host --replicas 2",
-        "benchmark settings rows",
-        "mode replicas store answers unique_bytes sent received disk hits turn_s computed_s fetched_s fetched_tokens"
-        " problems",
-    ),
-    Case(
-        "sessions",
-        "--turns 4 --tokens 200 --pause 0.1 --store http --mode device --replicas 1 --kill",
-        "benchmark settings rows",
-        "mode replicas store answers fetched_tokens problems",
-    ),
     Case("soak.engines", "--minutes 0.4 --longest 200", "requests faults problems memory"),
 ]
-STARTS_SGLANG = ("ttft", "sessions", "soak.engines")
+STARTS_SGLANG = ("ttft", "soak.engines")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ import xxhash
 import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-U64 = np.uint64
 TABLES = Path(__file__).parents[2] / "sgl_kvfetch/codec/bitstream/ans_tables.npz"  # a part of the format
 BIT_TYPES = {"float32": "<u4", "bfloat16": "<u2", "float16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
 

@@ -146,6 +146,12 @@ async def test_a_rank_joins_the_heads_of_smaller_ones(store: CountingStore, head
     assert await Rank(store, heads).gets(NUM_PAGES)
 
 
+async def test_as_few_segments_are_read_as_have_all_heads(store: CountingStore) -> None:
+    for heads in (range(1), range(1, 2), range(2), range(2, 4)):
+        await write(store, heads)
+    assert [len(page.others) for page in await Rank(store, range(4)).find()] == [1] * NUM_PAGES
+
+
 async def test_a_prefix_ends_where_a_head_is_missing(store: CountingStore) -> None:
     await write(store, range(2))
     await write(store, range(2, 4), 0, 4)
