@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -43,15 +44,17 @@ class Scheduler:
         self.parked ^= {handle}
         self.changed.append(handle)
 
-    def form(self, *admit: int, preempt: tuple[int, ...] = ()) -> None:
+    def form(self, *admit: int, preempt: Sequence[int], refuse: Sequence[int]) -> None:
         self.seen = self.waiting
+        for handle in refuse:  # for others that come, where the queue is full
+            self.waiting_queue.pop(self.waiting.index(handle))
         if admit:
             self.waiting_queue = [r for r in self.waiting_queue if r.cache_request_handle not in admit]
         for handle in preempt:
             self.waiting_queue.append(Request(handle))
 
-    def step(self, *admit: int, preempt: tuple[int, ...] = ()) -> list[int]:
-        form_batch(Scheduler.form, self, *admit, preempt=preempt)
+    def step(self, *admit: int, preempt: Sequence[int] = (), refuse: Sequence[int] = ()) -> list[int]:
+        form_batch(Scheduler.form, self, *admit, preempt=preempt, refuse=refuse)
         return self.seen
 
     @property
@@ -96,7 +99,7 @@ def test_other_caches_are_left_alone(scheduler: Scheduler) -> None:
 
 
 def test_random_histories_against_one_plain_list() -> None:
-    """Some requests return while a batch is formed."""
+    """Some requests return while a batch is formed, and others are refused for them."""
     rng, scheduler = random.Random(0), Scheduler()
     plain: list[int] = []
     for handle in range(2000):
@@ -112,9 +115,10 @@ def test_random_histories_against_one_plain_list() -> None:
             victim = plain.pop(rng.randrange(len(plain)))
             scheduler.waiting_queue.pop(scheduler.waiting.index(victim))
         ready = [each for each in plain if each not in scheduler.parked]
-        admitted = rng.sample(ready, min(len(ready), rng.randrange(3)))
-        assert scheduler.step(*admitted, preempt=(handle,) * returns) == ready
-        plain = [each for each in plain if each not in admitted] + [handle] * returns
+        gone = rng.sample(ready, min(len(ready), rng.randrange(3)))
+        refused, admitted = (gone[:1], gone[1:]) if returns else ([], gone)
+        assert scheduler.step(*admitted, preempt=[handle] * returns, refuse=refused) == ready
+        plain = [each for each in plain if each not in gone] + [handle] * returns
         assert scheduler.waiting == plain
 
 

@@ -59,14 +59,13 @@ class WaitingQueue(list[Any]):
 
     def form_batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Run SGLang's forming of a batch while the scheduler sees only the requests that are ready."""
-        num_ready = len(self.ready)
-        scheduler.waiting_queue = self.ready
+        before, scheduler.waiting_queue = self.ready.copy(), self.ready
         try:
             return original(scheduler, *args, **kwargs)
         finally:
             left, scheduler.waiting_queue = scheduler.waiting_queue, self
-            if left is not self.ready or len(left) != num_ready:
-                self.formed(left)
+            if left != before:
+                self._formed(before, left)
 
     def extend(self, requests: Iterable[Any]) -> None:
         for request in requests:
@@ -98,19 +97,16 @@ class WaitingQueue(list[Any]):
             del self._parked[request]
             bisect.insort(self.ready, request, key=self._order.__getitem__)
 
-    def formed(self, left: list[Any]) -> None:
-        """Update the queue after a batch was formed from ``ready``. ``left``: the remaining requests and new ones."""
-        fresh = [request for request in left if request not in self._order]
-        if left is self.ready and not fresh:
-            return
-        staying = set(left)
-        gone = {request for request in self.ready if request not in staying and request in self._order}
+    def _formed(self, before: list[Any], left: list[Any]) -> None:
+        """Update the queue after a batch was formed. ``before``: the requests that were ready. ``left``: those that
+        still are, in any order, and new ones."""
+        gone = {*before}.difference(left)
         self.ready = [request for request in left if request in self._order]
         if gone:
             self[:] = [request for request in self if request not in gone]
             for request in gone:
                 self._forget(request)
-        self.extend(fresh)
+        self.extend([request for request in left if request not in self._order])
 
     def _forget(self, request: Any) -> None:
         del self._order[request]
