@@ -411,6 +411,8 @@ class GpuLoader(Loader):
 
     def pause(self) -> None:
         wait([running.launching for running in self._running.values()])
+        if not self._may_pin.is_set():  # a paused engine makes no step between two updates
+            return
         self._may_pin.clear()
         is_paused = threading.Event()
         self._pins.submit(self._pause_pins, is_paused)

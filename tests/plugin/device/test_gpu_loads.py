@@ -353,11 +353,12 @@ def test_a_batch_may_have_prompts_of_a_data_plane_that_has_died(is_first: bool, 
 
 @pytest.mark.usefixtures("_small_pieces")
 def test_nothing_is_pinned_while_sglang_captures_graphs(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning goes on with the next step."""
+    """Pinning goes on with the next step, which a paused engine makes after several updates."""
     rig = reader(make)
     loader = loader_of(rig)
     monkeypatch.setattr(rig.linker._pages, "wait_until_unused", lambda timeout_s: True)  # nothing runs on the fake
-    rig.linker.leave_gpu()
+    for _ in range(2):
+        rig.linker.leave_gpu()
     pinned = loader._pins.submit(loader._memories[0].pin, 0)
     with pytest.raises(TimeoutError):
         pinned.result(0.1)
