@@ -98,8 +98,6 @@ READ_CONTEXT_LENGTH = frozenset(
 )
 # Of the other groups, only these fields count. Kernels and parallelism change nothing but the rounding.
 RELEVANT = (
-    "exec.dllm.dllm_algorithm",
-    "exec.dllm.dllm_algorithm_config",
     "exec.comm.enable_quant_communications",
     "exec.moe.enable_w4a4_mxfp4_megamoe",
     "exec.moe.flashinfer_mxfp4_moe_precision",
@@ -133,7 +131,6 @@ FILES = frozenset(
         "decrypted_draft_config_file",
         "modelopt_checkpoint_restore_path",
         "rl_quant_profile",
-        "dllm_algorithm_config",
         "kt_weight_path",
     }
 )

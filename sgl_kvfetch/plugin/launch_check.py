@@ -101,6 +101,11 @@ def _check_flags(server_args: Any) -> None:
             f"{_FLAG} does not work with --disaggregation-decode-enable-offload-kvcache: it writes pages without "
             "saying where they belong"
         )
+    if server_args.dllm_algorithm is not None:
+        raise UnsupportedError(
+            f"{_FLAG} does not work with --dllm-algorithm {server_args.dllm_algorithm}: SGLang has no host tier for "
+            "diffusion models, and forms their batches where nothing is written or fetched"
+        )
     if not server_args.enable_hierarchical_cache:
         _check_device_mode(server_args)
         check_tracing()

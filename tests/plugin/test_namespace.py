@@ -110,7 +110,6 @@ def test_labels_are_no_part_of_the_namespace(flags: dict[str, Bag]) -> None:
         ("model", "custom_weight_loader", ["a.b"]),
         ("model", "load_format", "pt"),
         ("model", "model_loader_extra_config", '{"qlora_adapter_name_or_path": "/adapter"}'),
-        ("exec.dllm", "dllm_algorithm", "LowConfidence"),
         ("exec.moe", "kt_weight_path", "/no/such/folder"),
         ("observability", "forward_hooks", [{"name": "x"}]),
     ],
