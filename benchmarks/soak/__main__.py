@@ -26,7 +26,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print_report(results, console)
     if args.json:
-        write_json(args.json, {**report.settings(args), **results})
+        write_json(args.json, report.settings(args) | results)
         console.print(f"wrote {args.json}")
     return 1 if results["problems"] else 0
 
@@ -79,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--capacity", type=int, default=64, metavar="MIB", help="of the store")
     parser.add_argument("--longest-lookup", type=float, default=5.0, metavar="S", help="a slower one is a failure")
     parser.add_argument("--seed", type=int, default=0, help="see above")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--json", type=report.output_file, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)
     if args.minutes < _FEWEST_MINUTES:
         parser.error(f"--minutes: expected at least {_FEWEST_MINUTES}")

@@ -46,9 +46,7 @@ import psutil  # type: ignore[import-untyped]
 import trustme
 from rich.console import Console
 
-from benchmarks import report
-from benchmarks.machine import machine, versions
-from benchmarks.report import make_parser, write_json
+from benchmarks.report import make_parser, output_file, settings, write_json
 from harness.children import data_planes
 from harness.engine import (
     Generation,
@@ -316,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="see above")
     parser.add_argument("--gpu-path", action="store_true", help="see above")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep the servers' logs")
-    parser.add_argument("--json", type=report.output_file, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="where to write the figures")
     args = parser.parse_args(argv)
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -335,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results["problems"]:
         console.print("nothing was wrong")
     if args.json:
-        write_json(args.json, {**report.settings(args), **results, "machine": machine(), "versions": versions()})
+        write_json(args.json, settings(args) | results)
     return 1 if results["problems"] else 0
 
 
