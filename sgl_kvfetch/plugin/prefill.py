@@ -128,7 +128,10 @@ class PrefillMeter:
         mode = batch.forward_mode
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return
-        self.speed.add_batch(batch.extend_num_tokens or 0, now_s - begin_s, sum(batch.prefix_lens or ()))
+        # A mixed batch has a token of each request that decodes, behind the prompts.
+        num_decoding, prefix_lens = len(batch.decoding_reqs or ()), batch.prefix_lens or ()
+        num_tokens = (batch.extend_num_tokens or 0) - num_decoding
+        self.speed.add_batch(num_tokens, now_s - begin_s, sum(prefix_lens[: len(prefix_lens) - num_decoding]))
 
 
 def _fit(batches: list[tuple[int, float]]) -> _Fit:
