@@ -385,7 +385,8 @@ class Prefixes:
         tables: list[Any] = [self._prefixes, self._staged_ones, self._taken, self._bringing, self._followers]
         for each in (*tables, self._orphans):
             each.clear()
-        self._num_parked = 0
+        self._num_parked = self._num_reported = 0
+        metrics.PARKED_REQUESTS.set(0)
 
     # Results
 

@@ -36,8 +36,9 @@ def arrive_until(rig: Rig, moment: str, tokens: list[int]) -> Request:
     return request
 
 
+@pytest.mark.parametrize("is_paused", [False, True], ids=["", "of a paused engine"])
 @pytest.mark.parametrize("moment", [*MOMENTS, "admitted"])
-def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
+def test_an_abort_gives_everything_back(rig: Rig, moment: str, is_paused: bool) -> None:
     rig.stored(prompt(0))
     request = arrive_until(rig, moment, prompt(0))
     rig.step()
@@ -49,6 +50,8 @@ def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
         assert rig.cache.ready_to_load_host_cache() == -1
     rig.linker.prefixes.leave(request.rid)
     rig.store.lookups.is_open = rig.store.reads.is_open = True
+    if is_paused:  # no step comes before the store is detached
+        rig.linker.detach()
     rig.assert_nothing_held()
     assert own_metric("sgl_kvfetch_parked_requests") == 0
 
