@@ -103,8 +103,7 @@ def _check_flags(server_args: Any) -> None:
         )
     if server_args.dllm_algorithm is not None:
         raise UnsupportedError(
-            f"{_FLAG} does not work with --dllm-algorithm {server_args.dllm_algorithm}: SGLang has no host tier for "
-            "diffusion models, and forms their batches where nothing is written or fetched"
+            f"{_FLAG} does not work with --dllm-algorithm: SGLang has no host tier and no linker for diffusion models"
         )
     if not server_args.enable_hierarchical_cache:
         _check_device_mode(server_args)

@@ -140,8 +140,8 @@ def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.Mon
         ({"hicache_mem_layout": "page_first_kv_split"}, "page_first_kv_split: use page_first_direct"),
         ({"disaggregation_decode_enable_offload_kvcache": True}, "decode-enable-offload"),
         ({"hicache_host_memory_mode": "buffer_only", "pp_size": 2}, "buffer_only and --pp-size 2"),
-        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm LowConfidence: SGLang has no host tier"),
-        ({"dllm_algorithm": "LowConfidence", "enable_hierarchical_cache": False}, "forms their batches where nothing"),
+        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm: SGLang has no host tier and no linker"),
+        ({"dllm_algorithm": "LowConfidence", "enable_hierarchical_cache": False}, "--dllm-algorithm"),
     ],
 )
 def test_unsupported_flags_are_refused(flags: dict[str, Any], message: str) -> None:

@@ -114,10 +114,9 @@ def test_times_that_fall_with_the_size_still_give_a_rate() -> None:
     assert (speed.seconds_for(1000) or 0) > 0
 
 
-def batch(
-    launch_ts: float, num_tokens: int | None = 100, mode: ForwardMode = ForwardMode.EXTEND, num_decoding: int = 0
-) -> SimpleNamespace:
-    """Return what the meter reads of SGLang's ``ScheduleBatch``. ``num_decoding``: requests behind long prefixes."""
+def batch(launch_ts: float, num_tokens: int | None = 100, mode: ForwardMode = ForwardMode.EXTEND) -> SimpleNamespace:
+    """Return what the meter reads of SGLang's ``ScheduleBatch``. Three requests decode in a mixed one."""
+    num_decoding = 3 * (mode == ForwardMode.MIXED)
     of_batch = {"extend_num_tokens": num_tokens, "forward_mode": mode, "prefix_lens": [7, 8] + [9000] * num_decoding}
     return SimpleNamespace(launch_ts=launch_ts, decoding_reqs=[None] * num_decoding or None, **of_batch)
 
@@ -127,7 +126,7 @@ def test_how_long_a_batch_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(batch(10.0), 11.0), (batch(14.0), 14.5)], [1.0, 0.5]),  # from its launch to its result
         # The second is launched while the first, a decode batch, is computed: it begins with that one's result.
         ([(batch(10.0, None, ForwardMode.DECODE), 11.0), (batch(10.25), 13.0)], [2.0]),
-        ([(batch(10.0, 103, ForwardMode.MIXED, num_decoding=3), 11.0)], [1.0]),  # requests decode beside the prompts
+        ([(batch(10.0, 103, ForwardMode.MIXED), 11.0)], [1.0]),  # of the prompts alone
         (
             [(batch(10.0, mode=ForwardMode.SPLIT_PREFILL), 11.0), (batch(10.0, mode=ForwardMode.TARGET_VERIFY), 12.0)],
             [],

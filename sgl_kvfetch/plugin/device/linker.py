@@ -43,7 +43,7 @@ from sgl_kvfetch.plugin.register import BACKEND
 from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access
-from sgl_kvfetch.protocol import parse_config
+from sgl_kvfetch.protocol import KVFetchConfig, parse_config
 from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def connect(self, extra_config: str | None) -> None:
         """Attach the store that the text of an extra config names. Raises ConfigError and UnsupportedError."""
-        extra, threshold_tokens = read_extra_config(extra_config)
-        config = parse_config(extra)
+        config, threshold_tokens = _config_of(extra_config)
         geometry = self._pages.geometry
         staging_bytes = self._pool_tokens // geometry.page_size * geometry.page_bytes
         staging_bytes += sum(buffers.num_bytes for buffers in self._pools.side_buffers.values())
@@ -160,14 +159,15 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if extra_config in (None, self._attached.extra_config):
                 return True, f"{BACKEND} is already attached with this config."
             return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
-        fault = try_to_connect(self.connect, extra_config)
-        answer = torch.tensor([int(fault is None)])
-        if self._rank.tp_size > 1:
-            self._agree(answer)
-        if answer.item():
-            return True, f"{BACKEND} is attached."
-        self.detach()
-        return False, fault or "another rank could not attach the storage backend; see its log for the reason"
+        for begin in (_config_of, self.connect):  # in which ranks may wait for one another: all come as far, or none
+            fault = try_to_connect(begin, extra_config)
+            answer = torch.tensor([int(fault is None)])
+            if self._rank.tp_size > 1:
+                self._agree(answer)
+            if not answer.item():
+                self.detach()
+                return False, fault or "another rank could not attach the storage backend; see its log for the reason"
+        return True, f"{BACKEND} is attached."
 
     def detach(self) -> None:
         """Detach the store. The tree stays as it is. Waits a few seconds at most for queued pages to be written."""
@@ -350,6 +350,12 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.detach()
         self._offloads.close()
         self._loader.close()
+
+
+def _config_of(text: str | None) -> tuple[KVFetchConfig, int]:
+    """Return what an extra config says, and the smallest number of tokens that is worth a lookup."""
+    extra, threshold_tokens = read_extra_config(text)
+    return parse_config(extra), threshold_tokens
 
 
 def _open_pages(pools: EnginePools, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:

@@ -70,10 +70,6 @@ class Board:
         self._matrix = torch.empty((3, 0), dtype=torch.int64)  # 1 if it was reported, the result, and minus the result
         self._serial = 0
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def open_ticket(self, on_end: Callable[[int], None], *, as_a_whole: bool = False) -> Ticket:
         """Open a ticket. Once every rank has reported, ``step`` calls ``on_end`` with the least result, or with 0 if
         the results differ and are of use ``as_a_whole``."""
@@ -221,7 +217,6 @@ class Prefixes:
         self._num_left = 0  # requests that have left the queue
         self._orphans: list[Prefix] = []  # whose pages before theirs nobody brings
         self._changed: list[Any] = []  # handles of requests that may be parked or unparked
-        self._num_parked = self._num_reported = 0
 
     # Calls from the scheduler
 
@@ -244,7 +239,7 @@ class Prefixes:
         if span is not None:
             prefix.request.belongs_to(span)
         self._prefixes[req.rid] = prefix
-        self._num_parked += 1
+        metrics.PARKED_REQUESTS.inc()
         self._changed.append(req.cache_request_handle)
         for page_hash in before:
             self._followers.setdefault(page_hash, []).append(prefix)
@@ -368,9 +363,6 @@ class Prefixes:
         there = [prefix for prefix in orphans if self._prefixes.get(prefix.req.rid) is prefix]
         for prefix in there:
             self._remove(prefix)
-        if self._num_parked != self._num_reported:
-            self._num_reported = self._num_parked
-            metrics.PARKED_REQUESTS.set(self._num_parked)
         return [prefix.req for prefix in there]
 
     def drop_all(self) -> None:
@@ -385,7 +377,6 @@ class Prefixes:
         tables: list[Any] = [self._prefixes, self._staged_ones, self._taken, self._bringing, self._followers]
         for each in (*tables, self._orphans):
             each.clear()
-        self._num_parked = self._num_reported = 0
         metrics.PARKED_REQUESTS.set(0)
 
     # Results
@@ -414,7 +405,7 @@ class Prefixes:
         prefix.state = Parked(prefix.state.awaits - {awaited}, values)
         if prefix.state.awaits:
             return
-        self._num_parked -= 1
+        metrics.PARKED_REQUESTS.dec()
         self._changed.append(prefix.req.cache_request_handle)
         self._count(prefix, values.end if prefix.hashes else "landed")
         prefix.req.host_hit_is_storage = True  # for its usage report, if it is loaded
@@ -431,7 +422,7 @@ class Prefixes:
         if isinstance(prefix.state, Parked | HeldBack):
             self._changed.append(prefix.req.cache_request_handle)
         if isinstance(prefix.state, Parked):
-            self._num_parked -= 1
+            metrics.PARKED_REQUESTS.dec()
             for followers in (self._followers.get(each, []) for each in prefix.state.awaits if isinstance(each, str)):
                 if prefix in followers:
                     followers.remove(prefix)

@@ -78,9 +78,6 @@ class WaitingQueue(list[Any]):
         self._forget(request)
         return request
 
-    def remove(self, request: Any) -> None:
-        self.pop(self.index(request))
-
     def update(self, handle: Any) -> None:
         """Park or unpark a request whose fetch may have begun or ended. It re-enters ``ready`` in order of arrival; the
         scheduler's policy restores any other order when it forms a batch."""

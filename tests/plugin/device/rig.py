@@ -432,7 +432,7 @@ class Rig:
         if self.linker._attached is None or self.linker._rank.tp_size > 1 or self.cache.linker.private_load_indices:
             return  # it is closed, would wait for other ranks, or loads still
         self.linker.prefixes.retain(())
-        self.settle(lambda: not self.cache.linker.pending_offloads and not self.parts.board.num_open)
+        self.settle(lambda: not self.cache.linker.pending_offloads and not self.parts.board._open)
         assert self.cache.protected_size() == 0
         allocator = self.cache.token_to_kv_pool_allocator
         if self.windows is not None:

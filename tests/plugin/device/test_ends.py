@@ -4,8 +4,10 @@ are detached. tests/e2e/test_device_ends.py tests a whole engine."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from harness.metrics import own_metric
 from harness.waiting import LoopClock
@@ -181,20 +183,19 @@ def test_all_ranks_attach_or_none(make: MakeRig) -> None:
     rigs = [make(rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
     text = rigs[0].parts.extra_config
 
-    def refuse(extra_config: str | None) -> None:
-        raise OSError("no such file")
-
     def change(rank: int, history: list[Any]) -> None:
         linker = rigs[rank].linker
         linker.detach()
-        if rank == 1:
-            linker.__dict__["connect"] = refuse
-        history.append(linker.attach("kvfetch", text, NO_POLICIES))
-        linker.__dict__.pop("connect", None)
-        history.append(linker.attach("kvfetch", text, NO_POLICIES))
+        connect, of_rank = linker.connect, text if rank == 0 else "@/absent.json"
+        choose_profile = Mock(side_effect=lambda _: linker._agree(torch.ones(1)))  # as for `klt`, all together
+        refuse = Mock(side_effect=OSError("no such file"))
+        attempts = (of_rank, choose_profile), (text, refuse if rank else connect), (text, connect)
+        for extra_config, linker.__dict__["connect"] in attempts:
+            history.append(linker.attach("kvfetch", extra_config, NO_POLICIES))
 
-    (first, then), (second, _) = ranks.run(change)
-    assert first == (False, "another rank could not attach the storage backend; see its log for the reason")
+    (*ours, then), ((_, first), second, _) = ranks.run(change)
+    assert ours == 2 * [(False, "another rank could not attach the storage backend; see its log for the reason")]
+    assert "'@/absent.json' cannot be read" in first
     assert second == (False, "OSError: no such file")
     assert then == (True, "kvfetch is attached.")
 

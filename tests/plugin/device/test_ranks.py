@@ -38,7 +38,7 @@ def test_a_report_on_a_ticket_that_is_gone_does_not_reach_its_successor(end: str
     else:
         board.close_ticket(reported)
         board.close_ticket(old)
-    assert board.num_open == 0
+    assert not board._open
     new = board.open_ticket(heard.append)
     board.report(old, 3)
     board.step()
