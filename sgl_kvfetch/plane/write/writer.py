@@ -269,8 +269,9 @@ class Writer:
         return replace(coded, manifest=msgspec.structs.replace(coded.manifest, expires=expires))
 
     async def _join(self, pieces: Sequence[CodedSegment]) -> None:
-        """Write the segments of a span again as one, if there are any. If that fails, they are as good as before."""
-        if not pieces or self.is_off:
+        """Write the segments of a span again as one, if there are any, and none has expired. If that fails, they are as
+        good as before."""
+        if not pieces or self.is_off or any(each.manifest.is_expired(time.time()) for each in pieces):
             return
         started_s = time.monotonic()
         try:

@@ -149,6 +149,8 @@ async def test_what_expires_is_not_prolonged_by_joining_or_writing_and_is_writte
     assert await found(store, 2) == [2]
     later(220)
     assert await found(store, 2) == []
+    await write(writer, 2, 2)
+    assert await lengths(store) == [2]  # it is not joined with what has expired
 
 
 async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
