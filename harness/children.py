@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,12 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[byte
     process = subprocess.Popen(command, **options)
     _running[process.pid] = False
     return process
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process, as proc(5) has it, such as Z of a zombie; "gone" if there is none."""
+    path = Path(f"/proc/{pid}/stat")
+    return path.read_text().rpartition(")")[2].split()[0] if path.exists() else "gone"
 
 
 def end_children_on_signals() -> None:

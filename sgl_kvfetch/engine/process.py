@@ -74,11 +74,13 @@ class DataPlaneProcess:
     def __init__(self, line: Line) -> None:
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
         command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *line.files.values()]
-        self.process = subprocess.Popen(command, pass_fds=line.files, stdin=subprocess.DEVNULL)
+        try:
+            self.process = subprocess.Popen(command, pass_fds=line.files, stdin=subprocess.DEVNULL)
+        finally:
+            line.commands.close()
+            line.staged.close()
         self._main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
         self._times = ""
-        line.commands.close()
-        line.staged.close()
 
     def kill(self) -> None:
         self.process.kill()
@@ -254,7 +256,11 @@ class Peer:
         self.audits: Audits | None = None
         self.has_lost = False  # the store has failed to take pages, and has taken none since
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
-        self.running = setup.launch(Line(commands[1], staged[1], self.values, self._pages, setup.pool_files))
+        try:
+            self.running = setup.launch(Line(commands[1], staged[1], self.values, self._pages, setup.pool_files))
+        except BaseException:
+            self._close_files()
+            raise
 
     # Before it serves
 
@@ -482,6 +488,10 @@ class Peer:
         self._room.close()
         self.channel.send(m.Close())
 
+    def _close_files(self) -> None:
+        for each in (self.channel, self.values, self._pages):
+            each.close()
+
     def staged_values(self, staged: m.Staged) -> StagedValues:
         return StagedValues.of(staged, self.values, self.setup.geometry, self.setup.sides)
 
@@ -499,9 +509,7 @@ class Peer:
             lost, self._asked = self._asked, {}
         for each in lost.values():
             each.lose()
-        self.channel.close()
-        self.values.close()
-        self._pages.close()
+        self._close_files()
         if self._num_queued > 0:
             metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
             logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)

@@ -83,18 +83,13 @@ class Arena:
         self.fd = fd
         self.num_bytes = num_bytes
         self._map = mmap.mmap(fd, num_bytes)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.whole = torch.frombuffer(self._map, dtype=torch.uint8)  # all bytes
 
     @classmethod
     def create(cls, num_bytes: int) -> Arena:
         fd = os.memfd_create("kvfetch")
         os.ftruncate(fd, num_bytes)
         return cls(fd, num_bytes)
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """All bytes."""
-        return self._bytes
 
     def buffer(self, offset: int, num_bytes: int) -> memoryview:
         return memoryview(self._map)[offset : offset + num_bytes]
@@ -108,12 +103,12 @@ class Arena:
         return torch.from_numpy(array)
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        (found,) = tensors_in(self._bytes[offset:], dtype, [shape])
+        (found,) = tensors_in(self.whole[offset:], dtype, [shape])
         return found
 
     def views(self, offset: int, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
         """Return tensors that lie one after another."""
-        return tensors_in(self._bytes[offset:], dtype, shapes)
+        return tensors_in(self.whole[offset:], dtype, shapes)
 
     def close(self) -> None:
         """Close the file. The memory stays mapped as long as tensors of it are in use."""

@@ -519,9 +519,7 @@ class Channel:
             return []
 
     def close(self) -> None:
-        """Close the sockets. Call this on the thread that receives. Idempotent."""
+        """Close the sockets. Call this on the thread that receives."""
         self._outbox.close()
         self._staged.close()
-        if self._waker >= 0:
-            os.close(self._waker)
-            self._waker = -1
+        os.close(self._waker)

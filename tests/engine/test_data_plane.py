@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -16,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import msgspec
 import pytest
 import torch
 
+from harness.children import state_of
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
@@ -338,6 +340,18 @@ def test_invalid_bytes_instead_of_an_answer_end_the_data_plane(in_steps: bool) -
     assert asked.result().num_pages == 0
 
 
+def test_a_launch_that_fails_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_files() -> int:
+        gc.collect()  # maps have files of their own
+        return len(os.listdir("/proc/self/fd"))
+
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError))
+    before = num_files()
+    with pytest.raises(BlockingIOError):
+        Peer(Setup(DataPlaneProcess, SMALL))
+    assert num_files() == before
+
+
 def test_pages_that_are_lost_with_a_data_plane_are_counted(launcher: Launcher) -> None:
     dropped = metrics.WRITTEN_PAGES.labels("dropped_data_plane")._value
     before = dropped.get()
@@ -516,14 +530,6 @@ def test_the_data_plane_ends_with_its_engine() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as engine:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())
-        assert _runs(pid)
+        assert state_of(pid) in "RSD"
         engine.kill()
-    wait_until(lambda: not _runs(pid))
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not count."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: state_of(pid) in ("Z", "gone"))

@@ -34,16 +34,6 @@ def test_allocations_never_overlap_and_all_bytes_are_freed() -> None:
     assert room.allocate(1 << 16, 0) == 0
 
 
-def test_what_is_not_needed_of_an_allocation_is_freed() -> None:
-    room = Room(1024)
-    assert room.allocate(1000, 0) == 0
-    assert room.allocate(64, 0) is None
-    room.shrink(0, 100)
-    assert room.allocate(896, 0) == 128
-    room.free(0)
-    assert room.allocate(128, 0) == 0
-
-
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_allocate_waits_for_room_or_for_the_end(is_closed: bool) -> None:
     room = Room(1024)

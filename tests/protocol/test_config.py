@@ -62,6 +62,7 @@ def test_the_token_comes_from_the_environment_if_the_store_takes_one(monkeypatch
         ({"index": "redis://x"}, "index is for s3:// stores"),
         ({"ttl_s": "1 day"}, "ttl_s = '1 day': invalid duration .*such as 90s, 45m, 12h or 30d"),
         ({"tls": {"key_file": "k"}}, "tls = .*: key_file needs a cert_file"),
+        ({"quantiser": "klt", "levels": {}, "codec": "hevc"}, "which only ans codes"),
         ({"levels.count": 2}, r'unknown key .levels.count.; write it as {"levels": {"count": \.\.\.}}'),
         ({"device": {"poolshare": 1}}, r"unknown key 'device.poolshare' \(= 1\); did you mean 'pool_share'"),
         ({"device": 0.5}, "device = 0.5: it has keys of its own; .*known keys are pool_share"),
@@ -126,10 +127,3 @@ def test_the_docs_have_every_key_with_its_default() -> None:
     for key, field in known.items():
         if not field.is_required() and field.default_factory is None and field.default is not None:
             assert rows[key].strip("`") == str(field.default), key
-
-
-def test_levels_may_be_encrypted_and_are_not_coded_as_video() -> None:
-    levels = STORE | {"quantiser": "klt", "levels": {}}
-    assert parse_config(levels | {"key_file": "keys"}).levels is not None
-    with pytest.raises(ConfigError, match="which only ans codes"):
-        parse_config(levels | {"codec": "hevc"})

@@ -16,6 +16,7 @@ from unittest.mock import DEFAULT, AsyncMock
 import msgspec
 import pytest
 
+from harness.children import state_of
 from harness.models import make_tiny_llama
 from harness.serving import serving
 from harness.waiting import until
@@ -98,14 +99,9 @@ class Finding:
         """Let it calibrate, and stop it as soon as it can be stopped. Return its process."""
         self.finder.serve(m.PauseCalibration(True))
         self.finder.serve(m.ShowPrompts(windows()))
-        await until(lambda: self.process is not None and _state(self.process.pid) == "T")
+        await until(lambda: self.process is not None and state_of(self.process.pid) == "T")
         assert self.process is not None
         return self.process.pid
-
-
-def _state(pid: int) -> str:
-    path = Path(f"/proc/{pid}/stat")
-    return path.read_text().rpartition(")")[2].split()[0] if path.exists() else "gone"
 
 
 def windows() -> tuple[tuple[bytes, ...], ...]:
@@ -129,7 +125,7 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
             neighbour.finder.serve(m.ShowPrompts(windows()))
             await neighbour.finder._own.begin()
             assert neighbour.process is None
-    assert _state(pid) == "gone"
+    assert state_of(pid) == "gone"
     assert (folder / "prompts").stat().st_mode & 0o077 == 0
     assert folder.stat().st_mode & 0o077 == 0
     publish = AsyncMock(wraps=publish_profile, side_effect=[StoreError("refused", "HTTP 403"), DEFAULT])
@@ -158,7 +154,7 @@ async def test_a_neighbour_that_is_sooner_ends_the_calibration_if_its_profile_fi
         assert not found.events
         name = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
         assert name == f"{weights}/{await found.found()}"
-    assert _state(pid) == "gone"
+    assert state_of(pid) == "gone"
     assert not list((cache / "calibrations").iterdir())
     await store.close()
 
