@@ -270,10 +270,11 @@ class Auditor:
         self._recent.clear()
         self._on_audit()
 
-    def served(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> int:
+    def served(self, hashes: Sequence[bytes], sources: Sequence[PageSource], is_divisible: bool = True) -> int:
         """Return how many of the pages that were found are to be served: all of them, or, if an audit is due, a few
         less. Those are audited once the engine hands them over. No page of a suspect, or of a writer who is not
-        trusted, is served, nor one behind it; and none at all while this rank tries again."""
+        trusted, is served, nor one behind it; and none at all while this rank tries again. ``is_divisible``: whether
+        some are of use without the others; if not, no audit cuts them."""
         num_found = len(sources)
         if self._suspects or self._distrusted:
             sources = sources[: next((i for i, source in enumerate(sources) if self._is_doubtful(source)), num_found)]
@@ -281,7 +282,7 @@ class Auditor:
         if most < num_found:
             record_reason(Reason.AUDITED)
         num_pages = min(len(sources), self._num_pages)
-        is_audited = self._share and num_pages and (not self.is_over or self.is_trying)
+        is_audited = self._share and num_pages and (self.is_trying or (is_divisible and not self.is_over))
         if not is_audited or (self._cuts and not self._is_due(num_pages)):
             return most
         first = len(sources) - num_pages
@@ -348,7 +349,7 @@ class Auditor:
         num_pages = len(sources) if sources is not None else num_pages or 0
         hashes = batch.page_hashes[first : first + num_pages]
         place = range(batch.first_page + first, batch.first_page + first + num_pages)
-        pieces = _pieces(batch, range(first, first + num_pages))
+        pieces = _pieces(batch, range(first, first + num_pages), self._geometry.page_size)
         self._num_pending += 1
         self._begun.update(dict.fromkeys(hashes))
         while len(self._begun) > _MOST_WANTED:
@@ -520,22 +521,18 @@ def writer_of(reader: SegmentReader) -> str:
     return reader.manifest.labels.writer
 
 
-def _pieces(batch: PageBatch, pages: range) -> list[Pages]:
+def _pieces(batch: PageBatch, pages: range, page_size: int) -> list[Pages]:
     """Return what a batch has of some of its pages."""
     found: list[Pages] = []
     begin = 0
     for piece in batch.pieces:
         for each in piece.pieces if isinstance(piece, SpanPages) else (piece,):
-            count = _num_pages(each)
+            count = each.num_tokens // page_size
             lo, hi = max(pages.start, begin), min(pages.stop, begin + count)
             if lo < hi:
                 found.append(each.some(slice(lo - begin, hi - begin)))
             begin += count
     return found
-
-
-def _num_pages(pages: Pages) -> int:
-    return len(pages.k) if isinstance(pages, RawPages) else len(pages.pages)
 
 
 def _yield_to_others() -> None:

@@ -124,8 +124,7 @@ class SideFetcher:
 
         async def read(each: _Read) -> None:
             try:
-                _require_size(each, num_bytes)
-                await self._read(each, into)
+                await self._read(each, num_bytes, into)
             except KVFetchError as e:
                 failures.append(e)
                 count_miss("fetch", e)
@@ -142,7 +141,10 @@ class SideFetcher:
             raise
         self._finder.fetched(hashes if failures else (), failures, is_of_sides=True)
 
-    async def _read(self, each: _Read, into: dict[int, bytearray]) -> None:
+    async def _read(self, each: _Read, num_bytes: int, into: dict[int, bytearray]) -> None:
+        for place in each.places:
+            if (found := place.page).num_bytes != num_bytes:
+                raise FormatError(f"a side page of {found.pool} has {found.num_bytes} bytes, expected {num_bytes}")
         first = each.places[0]
         started_s = time.monotonic()
         data = memoryview(bytearray(each.size_bytes))
@@ -157,15 +159,6 @@ class SideFetcher:
                 into[page] = place.decode(data[start : start + place.size_bytes])
 
         await asyncio.to_thread(decode)
-
-
-def _require_size(each: _Read, num_bytes: int) -> None:
-    """Raise FormatError for pages of another size, before anything is allocated for them."""
-    for place in each.places:
-        if place.page.num_bytes != num_bytes:
-            raise FormatError(
-                f"a side page of {place.page.pool} has {place.page.num_bytes} bytes, expected {num_bytes}"
-            )
 
 
 def _reads(sources: Sequence[PageSource], pool: str) -> list[_Read]:
@@ -255,9 +248,12 @@ class PageFinder:
             return []
         known = self._in_place(self._memory.find(hashes), position)
         if len(known) < len(hashes):
-            rest = known[-1].position + 1 if known else position
+            # From where a segment begins: by names, none is found that begins before (`Store.lookup`).
+            first = len(known) - _num_begun(known)
+            place = known[0].position + first if known else position
             try:
-                known = known + await self._ask_store(hashes[len(known) :], timeout_s, rest)
+                found = await self._ask_store(hashes[first:], timeout_s, place)
+                known = known + found[len(known) - first :]
             except (StoreError, TimeoutError) as e:
                 if not known:
                     raise
@@ -271,6 +267,7 @@ class PageFinder:
     async def _ask_store(self, hashes: Sequence[bytes], timeout_s: float, position: int | None) -> list[PageSource]:
         started_s = time.monotonic()
         if self.is_paused:
+            metrics.STORE_DOWN.set(True)
             raise StoreError("skipped", "lookups are paused because the store keeps failing")
         try:
             async with asyncio.timeout(timeout_s):
@@ -460,6 +457,11 @@ class PageFinder:
             self._known.popitem(last=False)
 
 
+def _num_begun(pages: Sequence[PageSource]) -> int:
+    """Return how many of these pages are of a segment that goes on behind them."""
+    return min(len(pages), (pages[-1].page + 1) % pages[-1].reader.manifest.num_pages) if pages else 0
+
+
 def _leaves(last: PageSource, next_hash: bytes) -> bool:
     """Return whether the segment of a prompt's last stored page goes on with another page than the prompt. Where the
     segment ends with that page, nothing is known."""
@@ -511,10 +513,10 @@ class StoredPrompts:
         arena: Arena,
         room: Room,
         side_bytes: Mapping[str, int],
-        num_served: Callable[[Sequence[bytes], Sequence[PageSource]], int],
+        num_served: Callable[[Sequence[bytes], Sequence[PageSource], bool], int],
     ) -> None:
         """``room`` allocates bytes of ``arena``. ``num_served`` returns how many of the pages that were found are to be
-        served."""
+        served; the last argument says whether some are of use without the others."""
         self.config, self.geometry, self.client = config, heads.geometry, client
         self.order = FetchOrder(heads.geometry.page_size, may_compute=config.recompute == "auto")
         self.arena, self.room = arena, room
@@ -537,10 +539,11 @@ class StoredPrompts:
                 usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                 usable.stored[KV_POOL] = len(sources)
                 sources = sources[: max(usable.lengths, default=0)]
-            if not m.is_for_its_end(command.trailing):
-                num_served = self._num_served(hashes, sources[:most_pages])
-                if num_served < len(sources):
-                    sources, usable = sources[:num_served], usable.up_to(num_served)
+            is_divisible = not m.is_for_its_end(command.trailing)
+            num_served = self._num_served(hashes, sources[: most_pages if is_divisible else None], is_divisible)
+            if num_served < len(sources):
+                usable = usable.up_to(num_served)
+                sources = sources[: max(usable.lengths, default=0) if command.trailing else num_served]
         metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
         metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
         timeline.add(request, "lookup", started_s, time.monotonic(), pages=len(hashes), found=len(sources))

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import reasons_here
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.stores.base import Lookup, SegmentHit
+from sgl_kvfetch.stores.base import Lookup, SegmentHit, Store
 from sgl_kvfetch.stores.remote import Breaker
 from tests.segments import as_newer, make_heads, make_segment, page_hashes
 
@@ -124,7 +125,16 @@ async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore)
         pages.fetched(hashes, [TimeoutError()])
     with pytest.raises(StoreError, match="lookups are paused") as caught:
         await pages.find_pages(hashes, WAIT_S)
-    assert caught.value.reason == "skipped"
+    assert (caught.value.reason, own_metric("sgl_kvfetch_store_down")) == ("skipped", 1)
+
+
+async def test_memory_hides_nothing_of_a_segments_rest(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where segments are found by their names, as in a bucket without an index."""
+    monkeypatch.setattr(store, "lookup", lambda *what: Store.lookup(store, *what))
+    hashes = page_hashes(NUM_PAGES)
+    found = await finder(store)[0].find_pages(hashes, WAIT_S)
+    pages = PageFinder(store, make_heads(), make_quantiser("exact"), print, memory=Mock(find=lambda _: found[:3]))
+    assert [each.page for each in await pages.find_pages(hashes, WAIT_S)] == list(range(NUM_PAGES))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +221,6 @@ async def test_an_answer_whose_parts_are_not_neighbours_is_a_fault(
 async def test_pages_that_were_written_for_another_place_are_a_fault(store: LocalStore) -> None:
     """Even if all of them are: a request that knows its place compares it."""
     pages, faults = finder(store)
-    assert len(await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S, 0)) == NUM_PAGES
     assert len(await pages.find_pages(page_hashes(NUM_PAGES)[3:], WAIT_S, 3)) == NUM_PAGES - 3
     assert await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S, 4) == []
     assert "expected page 4 of the sequence, found 0" in str(faults[0])

@@ -107,7 +107,7 @@ class Rank:
             report(ticket, num_pages)
 
         rig.parts.board.report = note
-        rig.service._prompts._num_served = lambda hashes, sources: min(len(sources), self.num_served)
+        rig.service._prompts._num_served = lambda hashes, sources, _: min(len(sources), self.num_served)
 
     def play(self, case: Case, faults: Faults) -> int:
         """Let a request arrive, be staged and be admitted. Return how many pages were loaded. Raises AssertionError if

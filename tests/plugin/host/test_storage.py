@@ -136,18 +136,6 @@ def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyP
         assert backend.batch_exists(keys(2)) == 0
 
 
-def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:
-    store_pages(make(), keys(2), [0, 1])
-    (path,) = tmp_path.rglob("*.kvd")
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    other = make()
-    assert other.batch_exists(keys(2)) == 2
-    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [False, False]
-    wait_until(lambda: other.batch_exists(keys(2)) == 0)
-    store_pages(other, keys(2), [0, 1])
-    assert other.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
-
-
 def test_modes(make: Make, tmp_path: Path) -> None:
     store_pages(make(), keys(2), [0, 1])
     write_only = make(mode="write_only")
@@ -180,15 +168,6 @@ def test_closing_writes_what_is_queued_and_is_idempotent(make: Make) -> None:
     backend.close()
     backend.close()
     assert make().batch_exists(keys(3)) == 3
-
-
-def test_clear_empties_only_this_namespace(make: Make) -> None:
-    exact, uint8 = make(), make(quantiser="uint8")
-    store_pages(exact, keys(3), [0, 1, 2])
-    store_pages(uint8, keys(3), [0, 1, 2])
-    exact.clear()
-    assert exact.batch_exists(keys(3)) == 0
-    assert uint8.batch_exists(keys(3)) == 3
 
 
 def test_v2_serves_the_kv_pool(make: Make) -> None:
