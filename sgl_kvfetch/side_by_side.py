@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +18,12 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except ExceptionGroup as e:
         raise e.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    """Call a function on a loop, from any thread. Do nothing if the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
 
 
 async def side_by_side(count: int, items: Iterable[T], work: Callable[[T], Awaitable[object]]) -> None:

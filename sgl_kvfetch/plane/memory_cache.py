@@ -77,10 +77,6 @@ class CachedSpan:
         """Where the chunks with integers begin in shared memory, int64, in storage order."""
         return self.offset + self.layout.integers
 
-    def lacks(self, unit: ReadUnit) -> bool:
-        """Return whether this could take a unit. One that overlaps with units of another size is not taken."""
-        return unit.key not in self.units and unit.size_bytes <= self.missing_bytes
-
     def places(self, unit: ReadUnit) -> list[CellChunks]:
         """Return where the chunks of a unit's cells lie."""
         chunks = (self.layout.chunks[cell] for cell in unit.cells)
@@ -121,7 +117,7 @@ class MemoryCache:
     def put(self, unit: ReadUnit, data: bytes | memoryview) -> None:
         """Copy a unit's bytes, if there is room or something can be evicted for its span."""
         entry = self._open(unit.reader, unit.cells[0].span)
-        if entry is not None and entry.filler is None and entry.lacks(unit):
+        if entry is not None and entry.filler is None and unit.key not in entry.units:
             self._copy(entry, unit, unit.split(data))
 
     def put_segment(self, reader: SegmentReader, segment: CodedSegment | EncodedSegment, size: ReadSize) -> None:
@@ -150,14 +146,10 @@ class MemoryCache:
         if not entry.missing_bytes:
             self._list_pages(entry)
 
-    def drop(self, data_name: str) -> None:
-        """Forget what is here of a data object, which is damaged."""
-        for key in [key for key in self._entries if key[0] == data_name]:
+    def drop(self, data_name: str | None = None) -> None:
+        """Forget all that is here, or what is here of a data object, which is damaged."""
+        for key in [key for key in self._entries if data_name in (None, key[0])]:
             self._evict(self._entries[key])
-
-    def clear(self) -> None:
-        for entry in list(self._entries.values()):
-            self._evict(entry)
 
     def _open(self, reader: SegmentReader, span: int) -> CachedSpan | None:
         """Return a span's entry. Make room for one that is not here; return None if what is held, or the size of the
@@ -181,8 +173,9 @@ class MemoryCache:
     def _list_pages(self, entry: CachedSpan) -> None:
         manifest = entry.reader.manifest
         mine = entry.reader.rank_heads
-        if mine.start < manifest.first_head or mine.stop > manifest.first_head + manifest.num_heads:
-            return  # other segments have the rest of the rank's heads: the store is asked for these pages
+        has_all_heads = mine.start >= manifest.first_head and mine.stop <= manifest.first_head + manifest.num_heads
+        if not has_all_heads or not entry.reader.is_finest:
+            return  # the store has the rest, and is asked for these pages
         for page in range(*manifest.span_range(entry.key[2])):
             self._pages[manifest.page_hashes[page]] = PageSource(entry.reader, page)
 
@@ -210,8 +203,12 @@ class Held:
         self._cache = cache
         self.entries: dict[_SpanKey, CachedSpan] = {}
         for part in parts:
-            if cache.has(part.reader, part.span):
-                self._hold(cache._entries[_key(part.reader, part.span)])
+            self.hold(part.reader, part.span)
+
+    def hold(self, reader: SegmentReader, span: int) -> None:
+        """Keep a span if it is here."""
+        if self._cache.has(reader, span):
+            self._hold(self._cache._entries[_key(reader, span)])
 
     def _hold(self, entry: CachedSpan) -> None:
         if entry.key not in self.entries:
@@ -221,8 +218,10 @@ class Held:
 
     def open(self, parts: Iterable[SpanPart]) -> None:
         """Open entries for spans that are not here, as far as there is room or something can be evicted, and nobody
-        else fills them. They are held, too."""
+        else fills them. They are held, too. What is held already stays, although the cache may have dropped it."""
         for part in parts:
+            if self.entry(part.reader, part.span) is not None:
+                continue
             entry = self._cache._open(part.reader, part.span)
             if entry is None or entry.filler is not None:
                 continue
@@ -268,7 +267,7 @@ class Held:
 
     def _filling(self, unit: ReadUnit) -> CachedSpan | None:
         entry = self.entry(unit.reader, unit.cells[0].span)
-        return entry if entry is not None and entry.filler is self and entry.lacks(unit) else None
+        return entry if entry is not None and entry.filler is self and unit.key not in entry.units else None
 
     def end_filling(self) -> None:
         """Let go of what is not all here: others may fill it."""

@@ -67,8 +67,7 @@ class Prefetcher:
             cost = self._client.fetcher.cost(sources)
             if self._order.looked_up(hashes, len(sources), cost, command.saved_s, time.monotonic()):
                 self._client.reads.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
-                what = len(sources), len(sources), "", usable.lengths, usable.stored
-                found = m.Found(command.work, *what)
+                found = m.Found(command.work, len(sources), len(sources), "", usable.lengths, usable.stored)
             elif sources:
                 self._prompts.leave_to_engine(sources)
                 found = m.Found(command.work, 0, len(sources))
@@ -97,7 +96,7 @@ class Prefetcher:
                     max(0.0, deadline_s - time.monotonic()),
                     compute_s=turn.compute_pages_s(len(hashes)) if command.is_divisible else math.inf,
                 )
-                if sources:
+                if result.is_read:  # else it says nothing of the store
                     finder.fetched(hashes[result.num_pages :], result.failures)
         finally:
             is_whole = result.num_pages == len(hashes)
@@ -116,12 +115,7 @@ class Prefetcher:
             with counted("fetch"):
                 deadline_s = min(command.deadline_s, self._order.end_s)  # they follow the present prefix
                 left_s = deadline_s - time.monotonic()
-                try:
-                    async with asyncio.timeout(left_s):
-                        sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
-                except TimeoutError as e:
-                    finder.fetched(hashes, [e], is_of_sides=True)
-                    raise
+                sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
                 num_bytes = self._prompts.side_bytes[pool]
                 await self._prompts.sides.fetch(hashes, sources, pool, num_bytes, deadline_s, come)
         finally:

@@ -19,9 +19,7 @@ import math
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -43,6 +41,7 @@ from sgl_kvfetch.plane.write.gather import taken_batch
 from sgl_kvfetch.protocol import Emit, KVFetchConfig, Line, Room, config_quantiser, messages as m
 from sgl_kvfetch.protocol.arena import map_pool
 from sgl_kvfetch.protocol.messages import Outbox
+from sgl_kvfetch.side_by_side import call_soon
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.types import KVGeometry
 
@@ -62,7 +61,6 @@ class Service:
         config, heads, client = _open(start, line)
         self.client = client
         self._room = room = Room(line.values.num_bytes - config.memory_cache)  # behind it lies the cache
-        self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
         self._start = start
@@ -171,17 +169,13 @@ class Service:
         hashes = split_hashes(command.hashes)
         try:
             # Not emitted at once: tensors end at any point of this program, also while a message is being sent.
-            taken = partial(self._call_soon, self._emit, m.Taken(command.work))
+            taken = partial(call_soon, self._loop, self._emit, m.Taken(command.work))
             batch = taken_batch(command, self._start, self._geometry, self._quantiser, self._written, taken)
             self._auditor.handed_over(batch)
             self.client.writer.add(batch)
         except Exception:
             logger.exception("kvfetch: taking pages for writing failed")
             self._emit(m.Settled(len(hashes)))
-
-    def _call_soon(self, *call: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(*call)
 
     async def _clear(self, command: m.Clear) -> None:
         fault = ""

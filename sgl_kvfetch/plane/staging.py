@@ -424,7 +424,8 @@ class Stager:
                 compute_s=compute_s,
                 held=staging.held,
             )
-            self._prompts.client.finder.fetched(prompt.hashes[result.num_pages :], result.failures)
+            if result.is_read:  # else it says nothing of the store
+                self._prompts.client.finder.fetched(prompt.hashes[result.num_pages :], result.failures)
         result.count(len(prompt.sources), self._geometry.page_bytes)
         return result.num_pages
 

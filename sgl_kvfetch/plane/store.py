@@ -90,7 +90,7 @@ class StoreClient:
     async def clear(self, heads: HeadSlice) -> None:
         """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
         self.finder.forget_pages()
-        self.reads.memory.clear()
+        self.reads.memory.drop()
         await self.store.delete_prefix(heads.folder + "/")  # first, as listing may fail
         for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
             await self.store.delete_prefix(each.folder + "/")

@@ -28,6 +28,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ import aiohappyeyeballs
 
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import printable
+from sgl_kvfetch.side_by_side import call_soon
 from sgl_kvfetch.stores.base import fill_pieces, left_of
 from sgl_kvfetch.tls import tls_error
 
@@ -366,11 +368,7 @@ class Transfers:
             if num_new:
                 received(num_new)
 
-        def tell_soon() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell)
-
-        reading = _Read(url, {"Host": self._host, **self._headers}, start, into, tell_soon)
+        reading = _Read(url, {"Host": self._host, **self._headers}, start, into, partial(call_soon, loop, tell))
         try:
             return await self._reads.run(reading)
         finally:

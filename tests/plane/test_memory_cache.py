@@ -114,8 +114,12 @@ def test_what_a_reader_leaves_is_completed_by_the_next_one(stored: list[Stored])
     assert held.places(first) is None
     for unit in rest:
         held.put(unit, unit.split(one.data(unit)))
+    cache.drop()
+    held.open(parts)  # what is held already stays, and whoever comes may fill it anew
     assert holds(held, one)
     held.let_go()
+    one.put_in(cache)
+    assert cache.find(one.hashes) == one.sources
 
 
 def test_chunks_lie_where_gpus_take_them(stored: list[Stored]) -> None:

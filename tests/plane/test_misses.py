@@ -13,6 +13,7 @@ from sgl_kvfetch import log, metrics
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.metrics import count_miss, miss, reasons_here, record_reason, record_success
 from sgl_kvfetch.reasons import ADVICE, Reason
+from tests.plane.fetch.test_link import Clock
 
 
 def test_each_request_has_its_own_reasons() -> None:
@@ -32,13 +33,6 @@ def test_each_request_has_its_own_reasons() -> None:
     assert asyncio.run(run()) == [["late", "sooner"], ["timeout", "sooner"]]
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="late") == before + 1
     record_reason("nobody's")
-
-
-class Clock:
-    now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -216,6 +216,11 @@ class SegmentReader:
         return SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, len(self.levels))
 
     @property
+    def is_finest(self) -> bool:
+        """Whether all levels that are stored are read."""
+        return self.levels == self.variant.levels
+
+    @property
     def codec(self) -> str:
         return self.variant.codec
 

@@ -19,7 +19,6 @@ What must hold:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import sys
@@ -27,7 +26,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -43,6 +42,7 @@ from sgl_kvfetch.plane.fetch.reads import UnitReader
 from sgl_kvfetch.plane.memory_cache import Held
 from sgl_kvfetch.protocol import StridedPages
 from sgl_kvfetch.reasons import Reason, reason_of
+from sgl_kvfetch.side_by_side import call_soon
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +149,6 @@ def _pages_of(values: CellValues, page_size: int, pages: Sequence[int]) -> CellV
     return CellValues(*(x.reshape(-1, page_size, *x.shape[1:])[list(pages)].flatten(0, 1) for x in values))
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call ``function`` on the loop, from any thread. Do nothing if the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function)
-
-
 def restore_cells(
     destination: Destination,
     part: SpanPart,
@@ -187,6 +181,7 @@ class FetchResult:
     num_pages: int = 0  # length of the restored run, from the first requested page
     failures: tuple[KVFetchError | TimeoutError, ...] = ()  # TimeoutError: bytes did not arrive in time
     late: bool = False  # the rest was not requested in time, or would have arrived too late
+    is_read: bool = field(default=False, compare=False)  # whether it took more than `memory_cache` has
 
     def count(self, num_asked: int, page_bytes: int) -> None:
         """Count the pages, and misses by reason. ``num_asked``: the pages that the engine wanted, of ``page_bytes`` raw
@@ -219,6 +214,7 @@ class _RunningFetch:
         self.num_asked = len(sources)
         self.num_transmitting = 0  # units
         self.is_late = False  # the rest would arrive after the deadline
+        self.is_read = False
         self._cells_left = [part.reader.cells_per_span for part in self.parts]
         self.num_unasked = sum(self._cells_left)  # cells whose bytes are not requested yet
         # Before the first page of a part, all earlier pages are in the parts before it.
@@ -354,7 +350,7 @@ class Fetcher:
             if fetch.is_late or timed_out:  # the rest is computed: leave the link to others
                 for name in {part.reader.data_name for part in fetch.parts}:
                     self.reads.ahead.drop_units(name)
-        return FetchResult(fetch.num_pages, tuple(fetch.failures), fetch.is_late)
+        return FetchResult(fetch.num_pages, tuple(fetch.failures), fetch.is_late, fetch.is_read)
 
     async def _run(
         self, fetch: _RunningFetch, deadline_s: float, on_requested: Callable[[], None] | None, compute_s: float
@@ -376,8 +372,10 @@ class Fetcher:
                         if not fetch.is_wanted(index):
                             break
                         self.reads.ahead.leave_out(unit)
+                        fetch.held.hold(unit.reader, part.span)  # which may be another reader than the part's
                         is_here = fetch.held.has_unit(unit)
                         if not is_here:
+                            fetch.is_read = True
                             await self.reads.budget.acquire(unit.size_bytes)
                         fetch.num_unasked -= len(unit.cells)
                         fetch.num_transmitting += 1
@@ -490,7 +488,7 @@ class Fetcher:
             ended.set()
 
         # The memory is used until the job is over, even if this coroutine has been cancelled.
-        future.add_done_callback(lambda _: _call_soon(loop, end))
+        future.add_done_callback(lambda _: call_soon(loop, end))
         try:
             await ended.wait()
         except asyncio.CancelledError:

@@ -85,11 +85,6 @@ class Link:
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        """Return the last transfers, oldest first, as if one connection had carried them one after another."""
-        return tuple(self._transfers)
-
-    @property
     def is_full(self) -> bool:
         """Return whether enough bytes are outstanding. While the goodput is unknown, any transfer fills the link."""
         full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)

@@ -199,7 +199,7 @@ class UnitReader:
         """Drop all bytes that running fetches do not use."""
         self._begun.clear()
         self.ahead.drop_units()
-        self.memory.clear()
+        self.memory.drop()
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
@@ -212,7 +212,7 @@ class UnitReader:
         if size_bytes := self.link.begin_probe():
             with contextlib.suppress(StoreError):
                 for unit in islice(read_units(sources[0].reader, 0, ReadSize(size_bytes)), 2):
-                    await self._read_whole(unit)
+                    await self._received(unit)  # not into memory, where all units of a span are cut alike
 
     def _units_ahead(
         self, parts: Sequence[SpanPart], due_s: float, is_taken: Callable[[SpanKey], bool]
@@ -302,6 +302,12 @@ class UnitReader:
             del self._reports[name]
 
     async def _read_whole(self, unit: ReadUnit, request: timeline.Request = timeline.NOBODY) -> memoryview:
+        """Do as `_received`, and keep the bytes in memory. Raises StoreError."""
+        data = await self._received(unit, request)
+        self.memory.put(unit, data)
+        return data
+
+    async def _received(self, unit: ReadUnit, request: timeline.Request = timeline.NOBODY) -> memoryview:
         """Return the bytes of all the unit's objects, one behind the other. Raises StoreError."""
         data = np.empty(unit.size_bytes, dtype=np.uint8).data
         into = []
@@ -310,7 +316,6 @@ class UnitReader:
             begin, end = end, end + last - first
             into.append([data[begin:end]])
         await self._transmit(unit, request, into)
-        self.memory.put(unit, data)
         return data
 
     async def _transmit(self, unit: ReadUnit, request: timeline.Request, into: Sequence[list[memoryview]]) -> None:

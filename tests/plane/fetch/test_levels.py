@@ -24,6 +24,7 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
+from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.tools.encoder import make_targets, transcode
@@ -132,13 +133,18 @@ async def test_the_levels_before_a_bad_one_count(
     assert isinstance(result.failures[0], kind)
 
 
-async def test_without_the_first_level_there_is_nothing(
+async def test_memory_has_fewer_levels_for_fetches_that_would_be_late_alone(
     store: SpoiltStore, make_fetcher: MakeFetcher, laddered: CodedSegment
 ) -> None:
-    assert await store.delete(laddered.data_name)
-    result, _ = await fetched(make_fetcher(tolerance=ANY), sources(laddered))
-    assert result.num_pages == 0
-    assert isinstance(result.failures[0], StoreError)
+    memory = MemoryCache(bytearray(1 << 22), 1 << 22)
+    fetcher = make_fetcher(tolerance=AT_ONCE, memory=memory, link=measured_link(10_000, 1e6))
+    for _ in range(2):
+        _, values = await fetched(fetcher, sources(laddered))
+        assert same(values, values_at(laddered, 1))
+        store.fail_from = 0
+    assert memory.find(laddered.manifest.page_hashes) == []
+    fetcher.reads.chooser.tolerance, store.fail_from = ANY, None
+    assert same((await fetched(fetcher, sources(laddered)))[1], values_at(laddered, LEVELS))
 
 
 async def test_segments_that_lost_more_levels_than_allowed_are_misses(

@@ -104,6 +104,18 @@ def test_a_prompt_that_was_written_is_checked_once(make: MakeRig, verified: list
             assert len(verified) == num_verified
 
 
+def test_prompts_in_memory_do_not_say_that_the_store_works(make: MakeRig) -> None:
+    for tokens in (TOKENS, other := prompt(1, NUM_PAGES)):
+        written(make, tokens)
+    rig = with_memory(make)
+    left(rig, rig.arrive_staged(TOKENS))
+    rig.store.reads.error = StoreError("io", "a disk does not answer")
+    for _ in range(3):
+        left(rig, rig.arrive_staged(other))
+        left(rig, rig.arrive_staged(TOKENS))
+    assert rig.service.client.finder.is_paused
+
+
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each look for answers may wait. Words and pages take as long as they like, but for `NO_WORD_S`."""
