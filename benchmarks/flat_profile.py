@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from harness.layer_maps import plain_layers
 from sgl_kvfetch.codec import Calibration, Profile
-from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.types import CellGrid

@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "pin": ("STORE", 0, "no pins"),
     "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
     "profile": ("list STORE", 0, "no profiles"),
-    "doctor": ("STORE", 1, "store lookup"),
+    "doctor": ("STORE --store-only", 0, "the store can be used from here"),
     "why": ("STORE --prompt [1]", 1, "never_written"),
 }
 

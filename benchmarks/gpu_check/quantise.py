@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from harness import stand_in_pool
+from harness.layer_maps import plain_layers
 from sgl_kvfetch.codec import Calibration, CellPlace, CellValues, Device, KltQuantiser, Profile, Quantised
-from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput

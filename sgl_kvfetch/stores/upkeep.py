@@ -107,7 +107,7 @@ def folders_named(name: str, names: Mapping[str, FolderNames]) -> set[str]:
     return {
         folder
         for folder, (model, labels) in names.items()
-        if any(each.startswith(name) for each in (folder, model, model.partition(":")[2], labels.model))
+        if name and any(each.startswith(name) for each in (folder, model, model.partition(":")[2], labels.model))
     }
 
 

@@ -11,9 +11,9 @@ import functools
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -97,8 +97,7 @@ def _with_groups(function: Callable[..., None]) -> Callable[..., None]:
     for group in groups.values():
         of_group = get_type_hints(group, include_extras=True)
         grouped += [parameter(each.name, each.default, of_group[each.name]) for each in fields(group)]
-    last = [each for each in own if each.name == "as_json"]
-    parameters = [*(each for each in own if each not in last), *grouped, *last]
+    parameters = sorted([*own, *grouped], key=lambda each: each.name == "as_json")
     new: Any = run
     new.__signature__ = inspect.Signature(parameters)
     new.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -173,7 +172,19 @@ def _kvfetch(
     """KV caches of SGLang on a store in your network, at two thirds of their size or a tenth."""
 
 
+def _run() -> None:
+    """Run the command. Python's own exit code for an exception, 1, would say that the command has found something."""
+    try:
+        app(prog_name="kvfetch")
+    except OSError as e:  # the disk that takes our output is full, for example
+        say(f"kvfetch: {e}", err=True)
+        sys.exit(EXIT_ERROR)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_ERROR)
+
+
 def main() -> None:
     """Run the ``kvfetch`` command."""
     let_threads_sleep()
-    run_and_end(partial(app, prog_name="kvfetch"))
+    run_and_end(_run)

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.processes import map_large_blocks
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
-from sgl_kvfetch.tools.profiles import SUMMARY, lines_of, require_store, save_and_publish, summary_of
+from sgl_kvfetch.stores import PROFILES
+from sgl_kvfetch.tools.profiles import SUMMARY, lines_of, save_and_publish, summary_of
+from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
     KeyFileOption,
@@ -107,11 +109,13 @@ def calibrate(
 
     if out is None and publish is None:
         raise ConfigError("give --publish STORE, --out FILE, or both")
-    if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"--out {out}: expected a file in an existing directory")
+    if out is not None:
+        folder = os.path.join(out.absolute().parent, "")  # with the slash, no file is one
+        if (out.exists() and not out.is_file()) or not os.access(folder, os.W_OK):
+            raise ConfigError(f"--out {out}: expected a file in an existing directory that this user may write to")
     keys = StoreKeys.read(key_file)
     if publish is not None:
-        require_store(publish, access)
+        run_on_store(publish, access, lambda opened: opened.notes(PROFILES))  # before the work, whether it can be asked
     kinds, of_text = read_kinds(text or ())
     number = windows or max(NUM_WINDOWS, _WINDOWS_OF_A_KIND * len(kinds))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -133,6 +133,6 @@ async def select_segments(part: StorePart, model: str | None) -> list[StoredSegm
     if not folders:
         models = sorted({printable(each.labels.model_name(each.model)) for each in names.values() if each.model})
         stored = ", ".join(models) or "no model"
-        say(f"kvfetch: nothing is stored of --model {model}; stored: {stored}", err=True)
+        say(f"kvfetch: nothing is stored of --model {model!r}; stored: {stored}", err=True)
         raise typer.Exit(1)
     return [segment for segment in segments if segment.key.namespace in folders]

@@ -382,14 +382,6 @@ def _check_binding() -> Check:
 
 def check_store(url: str, access: StoreAccess) -> list[Check]:
     """Check a store without changing it. Raises ConfigError for an invalid URL."""
-    store, url, has_token = _open(url, access)
-    parts = urlsplit(url)
-    checks = [_check_directory(Path(unquote(parts.path)))] if parts.scheme == "file" else []
-    return checks + asyncio.run(_ask(store, url, access, has_token))
-
-
-def _open(url: str, access: StoreAccess) -> tuple[AdminStore, str, bool]:
-    """Open a store. Return its full URL, too, and whether it gets the token. Raises ConfigError for an invalid URL."""
     from sgl_kvfetch.directory import open_store
     from sgl_kvfetch.stores import HttpOptions, takes_token
     from sgl_kvfetch.tools.target import store_url
@@ -397,7 +389,9 @@ def _open(url: str, access: StoreAccess) -> tuple[AdminStore, str, bool]:
     url = store_url(url)
     token = access.secret if takes_token(url) else None
     options = HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2, tls=access.certificate)
-    return open_store(url, token=token, options=options), url, token is not None
+    store, parts = open_store(url, token=token, options=options), urlsplit(url)
+    checks = [_check_directory(Path(unquote(parts.path)))] if parts.scheme == "file" else []
+    return checks + asyncio.run(_ask(store, url, access, token is not None))
 
 
 def _check_directory(path: Path) -> Check:

@@ -126,15 +126,15 @@ def encode(
 async def _encode(encoder: Encoder, poll_s: float | None) -> None:
     """Encode once, or poll every ``poll_s`` seconds until SIGTERM. Raises KVFetchError."""
     working = asyncio.ensure_future(encoder.run_once() if poll_s is None else encoder.watch(poll_s))
-    # Service managers stop a service with SIGTERM. asyncio itself cancels on Ctrl-C.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    if poll_s is not None:
+        # Service managers stop a service with SIGTERM. It kills who encodes once: that has not done what it was to do.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     try:
         await working
     except asyncio.CancelledError:
         if (current := asyncio.current_task()) is not None and current.cancelling():
             raise
     finally:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         await encoder.close()
 
 

@@ -14,7 +14,7 @@ from sgl_kvfetch.codec import StoreKeys, open_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import list_profiles, profile_rows
-from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest
+from sgl_kvfetch.stores.upkeep import StoredSegment, read_manifest
 from sgl_kvfetch.tools.profiles import profiles_table
 from sgl_kvfetch.tools.summary import (
     Inspected,
@@ -72,13 +72,11 @@ def inspect(
         whole = [s for s in listed if s.manifest is not None]
         orphans = [info for s in listed if s.manifest is None for info in s.data.values()]
         of_orphans = len(orphans), sum(info.size_bytes for info in orphans)
-        if len(whole) == 1 and part.prefix:
-            summary = await _read_segment(part, whole[0], keys)
-            show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
-        elif part.prefix:
+        if part.prefix:
             segments, unreadable = await _read_segments(part, whole, keys, limit)
             inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
-            show(inspected, as_json, _segments_tables(inspected))
+            is_one = len(whole) == len(segments) == 1
+            show(inspected, as_json, _segment_tables(segments[0]) if is_one else _segments_tables(inspected))
         else:
             namespaces = await summarise_namespaces(part.store, whole)
             profiles = profile_rows(await list_profiles(part.store), keys)
@@ -96,23 +94,17 @@ async def _read_segments(
     summaries: list[SegmentSummary] = []
     unreadable: dict[str, str] = {}
     for stored in in_order[:limit]:
+        name = stored.key.manifest_name
         try:
-            summaries.append(await _read_segment(part, stored, keys))
-        except FormatError as e:
-            unreadable[stored.key.manifest_name] = str(e)
+            manifest = await read_manifest(part.store, name)
+            if manifest is None:
+                raise StoreError("missing", "it was deleted after it was listed")
+            summaries.append(summarise_segment(stored, open_manifest(manifest, keys) if keys else manifest))
+        except (FormatError, StoreError) as e:
+            if not e.concerns_object:
+                raise
+            unreadable[name] = str(e)
     return summaries, unreadable
-
-
-async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys) -> SegmentSummary:
-    """Read and summarise a segment's manifest, opened if there are keys. Raises FormatError and StoreError."""
-    name = stored.key.manifest_name
-    content = await part.store.get(name)
-    if content is None:
-        raise StoreError("missing", f"{name} was deleted after it was listed")
-    manifest = decode_named_manifest(content, name)
-    if keys:
-        manifest = open_manifest(manifest, keys)
-    return summarise_segment(stored, manifest)
 
 
 def _store_tables(label: str, inspected: Inspected, limit: int) -> Iterator[Table | str]:

@@ -53,20 +53,20 @@ SUMMARY = (  # the fields of `Calibrated`
 _WEIGHTS_DIGITS = 12
 
 
-def require_store(store: str, access: StoreAccess) -> None:
-    """Raise KVFetchError if a store cannot be asked for its profiles, before work is done for one."""
-    run_on_store(store, access, lambda opened: opened.notes(PROFILES))
-
-
 def save_and_publish(
     profile: Profile, out: Path | None, store: str | None, access: StoreAccess, keys: StoreKeys
 ) -> list[str]:
     """Write a profile to a file, publish it in a store, or both, and return lines that say so.
 
-    If it cannot be published, it stays in the file, or in one that the error names: it took time to make.
+    If that fails, it stays in the file, or in one that the error names: it took time to make.
     """
-    path = out or Path(tempfile.mkdtemp(prefix="kvfetch-")) / f"{profile.digest}.profile"
-    profile.save(path)
+    path = out or _temporary(profile)
+    try:
+        profile.save(path)
+    except ConfigError as e:
+        profile.save(kept := _temporary(profile))
+        e.add_note(f"the profile is in {kept}")
+        raise
     lines = [f"{path}: profile {profile.digest}, {path.stat().st_size / 1e6:.1f} MB"]
     if store is None:
         return lines
@@ -79,6 +79,10 @@ def save_and_publish(
         shutil.rmtree(path.parent)
         lines = []
     return [*lines, f"{store}: published {name}; servers that start with this model take it"]
+
+
+def _temporary(profile: Profile) -> Path:
+    return Path(tempfile.mkdtemp(prefix="kvfetch-")) / f"{profile.digest}.profile"
 
 
 class TargetCost(Struct, frozen=True):
@@ -189,7 +193,7 @@ def profile(
 
         kvfetch profile get http://127.0.0.1:8700 3f2a --out llama.profile
     """
-    if action == "show" and which is None:
+    if action == "show" and which is None and "://" not in store:
         _show(Path(store), as_json)
         return
     if (which is None) != (action == "list"):
@@ -217,9 +221,12 @@ def profile(
             left = [row for row in profile_rows(await list_profiles(opened, found.weights), keys) if row.is_newest]
             now = f"new servers take {left[0].digest}" if left else "there is no other for its weights"
             return mine, f"withdrawn: {found.info.name}; {now}"
-        target = shown if out is None else out
-        write_file(target, await _read(opened, found, keys), f"profile {found.digest} to")
-        return mine, f"{target}: {found.info.name}"
+        try:
+            content = await read_profile(opened, found, keys)
+        except FormatError as e:
+            raise FormatError(f"profile {found.info.name} cannot be used: {e}") from e
+        write_file(out or shown, content, f"profile {found.digest} to")
+        return mine, f"{out}: {found.info.name}"
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-") as folder:
         shown = Path(folder, "profile")
@@ -239,17 +246,10 @@ def _show(path: Path, as_json: bool) -> None:
     show(summary, as_json, [described, *lines_of(loaded, summary)])
 
 
-async def _read(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
-    try:
-        return await read_profile(store, listed, keys)
-    except FormatError as e:
-        raise FormatError(f"profile {listed.info.name} cannot be used: {e}") from e
-
-
 def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
     """Return the profile whose digest, or WEIGHTS/DIGEST, starts so. Raises ConfigError unless there is exactly one."""
     found = [each for each in listed if (each.info.name if "/" in digest else each.digest).startswith(digest)]
-    if len(found) != 1:
+    if len(found) != 1 or not digest:
         there = ", ".join(each.info.name for each in found) or "none"
         raise ConfigError(f"expected one profile with a digest that starts with {digest!r}, found {there}")
     return found[0]

@@ -83,11 +83,10 @@ def pin(
             await put_pin(store, one)
         names = [one.name for one in new] or sorted(info.name for info in await store.notes(PINS))
         kept = [kept for name in names if (kept := await get_pin(store, name)) is not None]
-        pins = [
+        return [
             PinSummary(k.name, k.label, len(k.page_hashes), k.page_size, await pages_stored(store, k.page_hashes))
             for k in kept
         ]
-        return pins
 
     found = run_on_store(store, access, change)
     lines = (

@@ -23,7 +23,6 @@ from sgl_kvfetch.stores.http import client_errors, read_whole
 from sgl_kvfetch.user_files import environment_secret, format_size
 
 API_KEY_ENV = "SGLANG_API_KEY"
-TIERS = ("device", "host", "storage")
 _SAID_CHARS = 500
 _FLUSH_TIMEOUT_S = 30.0
 _CONNECT_S = 10.0

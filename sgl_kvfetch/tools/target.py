@@ -71,7 +71,9 @@ def store_url(text: str) -> str:
 
 
 def require_scheme(text: str) -> str:
-    """Return ``text`` if it does not look like an address without its scheme. Raises ConfigError."""
+    """Return ``text`` unless it is empty, or looks like an address without its scheme. Raises ConfigError."""
+    if not text:  # it would be this folder
+        raise ConfigError("expected a URL or a directory, found an empty word: a variable of the shell is not set")
     if _ADDRESS.fullmatch(text) and not Path(text).exists():
         raise ConfigError(f"{text!r} has no scheme: type http://{text}, or https:// if it speaks TLS")
     return text
@@ -138,7 +140,9 @@ class StorePart:
 
 def split_part(text: str) -> tuple[str, str]:
     """Return the store and the prefix of a STORE#PREFIX. The name of an object stands for all of its segment."""
-    name, _, prefix = (text, "", "") if Path(text).is_dir() else text.partition("#")
+    name, is_part, prefix = (text, "", "") if Path(text).is_dir() else text.partition("#")
+    if is_part and not prefix:  # it would be the whole store
+        raise ConfigError(f"{text!r} names no part: expected the start of objects' names after the #")
     with contextlib.suppress(FormatError):
         prefix = parse_object_name(prefix).segment.stem
     return name, prefix

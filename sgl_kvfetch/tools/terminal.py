@@ -256,6 +256,9 @@ def show_log(level: int, handler: logging.Handler, *, with_time: bool = False) -
 
 
 class _Console(Console):
+    def on_broken_pipe(self) -> None:  # rich would exit with 1
+        raise BrokenPipeError
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Render text without control characters: what is printed, and the cells of tables."""
         return super().render_str(_printable_lines(text), **options)

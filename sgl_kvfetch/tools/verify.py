@@ -262,7 +262,7 @@ class Verifier:
         check = ContentCheck(name)
         try:
             # The segment may have been replaced after the listing; then its data are newer than the listing.
-            info = info or await self._head(name, manifest)
+            info = info or await self.store.head(name)
             if info is not None and info.size_bytes != expected:
                 self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
                 return
@@ -339,13 +339,6 @@ class Verifier:
                 run = []
             run.append(place)
         yield _side_piece(run)
-
-    async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
-        """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
-        async for info in self.store.list(name):
-            return info
-        await self._require_present(manifest)
-        return None
 
     async def _require_present(self, manifest: Manifest) -> None:
         """Raise _Gone unless the store still has exactly this manifest."""

@@ -108,6 +108,12 @@ def kvfetch(*args: str) -> Result:
     return result
 
 
+def said(*args: str, exit_code: int = 0) -> str:
+    result = kvfetch(*args)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
 def kvfetch_json(*args: str, exit_code: int = 0) -> Any:
     """Run the command with ``--json``, and return what it prints. Its help names all fields of that."""
     result = kvfetch(*args, "--json")

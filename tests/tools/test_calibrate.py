@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from harness.models import make_tiny_lfm2, make_tiny_llama
 from sgl_kvfetch import codec
-from sgl_kvfetch.codec.calibrate import curve
+from sgl_kvfetch.codec.calibrate import curve, sweep
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
@@ -63,6 +63,7 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
         ("--tp-size 3", "--tp-size 3: cannot divide 2 KV heads evenly"),
         ("--model ./none", "no model with a tokenizer"),
         ("--out none/p", "expected a file in an existing directory"),
+        ("--out other/p", "expected a file in an existing directory"),
         ("--worst-of chats", "the kinds of text ['chats'] are to count: expected some of ['words']"),
         ("--text dull=other:1.5", "text dull: its share is 1.5, expected more than 0 and at most 1"),
         ("--text dull=other:1.0.0", "expected [NAME=]FILE[:SHARE], with a number such as 0.5 as SHARE"),
@@ -176,3 +177,25 @@ def test_a_profile_is_published(model: Path, text: Path, tmp_path: Path, monkeyp
     (kept,) = temp.rglob("*.profile")
     assert load_profile(kept).digest == path.name
     assert f"no room; the profile is in {kept}; kvfetch profile put {store} {kept} publishes it" in result.output
+
+
+def test_a_disk_that_is_full_in_the_end_loses_no_profile(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here, a folder that is gone. Nor does it end a calibration that nobody has interrupted."""
+    out = tmp_path / "folder" / "p"
+    out.parent.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sweep, "_EVERY_S", 0.0)
+    pass_layer = sweep.Sweep.pass_layer
+
+    def pass_without_folder(self: sweep.Sweep, index: int) -> object:
+        shutil.rmtree(out.parent)
+        return pass_layer(self, index)
+
+    monkeypatch.setattr(sweep.Sweep, "pass_layer", pass_without_folder)
+    said = run(model, text, out).stderr
+    assert "what is calibrated so far cannot be kept in" in caplog.text
+    (kept,) = tmp_path.rglob("*.profile")
+    assert f"{out} cannot be written: No such file or directory; the profile is in {kept}" in said
+    assert load_profile(kept).grid.num_layers == 1

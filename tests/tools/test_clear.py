@@ -44,7 +44,11 @@ def test_what_goes_and_what_stays(store: Path, part: str, options: tuple[str, ..
 
 @pytest.mark.parametrize(
     ("options", "exit_code", "said"),
-    [((), 2, "add --yes"), (("--model", "c", "--yes"), 1, "nothing is stored of --model c; stored: a, b")],
+    [
+        ((), 2, "add --yes"),
+        (("--model", "c", "--yes"), 1, "nothing is stored of --model 'c'; stored: a, b"),
+        (("--model", "", "--yes"), 1, "nothing is stored of --model ''; stored: a, b"),
+    ],
 )
 def test_nothing_goes(store: Path, options: tuple[str, ...], exit_code: int, said: str) -> None:
     """Without an answer, or of a model that is not stored."""

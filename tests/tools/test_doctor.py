@@ -23,8 +23,7 @@ from sgl_kvfetch.tools.doctor import Check, check_store
 from sgl_kvfetch.tools.terminal import StoreAccess
 from sgl_kvfetch.triton_kernels import ans, klt_choice, restore_exact
 from sgl_kvfetch.user_files import TOKEN_ENV
-from tests.segments import make_segment
-from tests.tools.conftest import kvfetch, kvfetch_json, put
+from tests.tools.conftest import kvfetch, kvfetch_json
 
 
 def by_name(found: list[Check]) -> dict[str, Check]:
@@ -66,20 +65,6 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "update it" in result.stdout
     assert "OSError: libfoo.so: cannot open" in result.stdout
     assert "host mode cannot run here: 2 to fix" in result.stdout
-
-
-@pytest.mark.process
-def test_a_machine_without_sglang_checks_the_store_alone(tmp_path: Path) -> None:
-    """As with the install for stores, which has neither SGLang nor PyTorch."""
-    put(tmp_path, make_segment(num_pages=1)[0])
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['sglang'] = None; from sgl_kvfetch.tools.app import app; "
-        f"app(['doctor', {tmp_path.as_uri()!r}, '--store-only'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["store"] * 4 + ["the"]
-    assert done.stdout.endswith("the store can be used from here\n")
 
 
 @pytest.mark.usefixtures("healthy")

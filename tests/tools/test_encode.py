@@ -54,8 +54,9 @@ def test_a_segment_that_cannot_be_encoded_is_the_exit_code(stored: Stored) -> No
 
 
 @pytest.mark.process
-def test_a_service_stops_in_good_order(stored: Stored) -> None:
-    command = [sys.executable, "-m", "sgl_kvfetch.tools", "encode", stored.url, "--watch", "-v"]
+@pytest.mark.parametrize(("option", "exit_code"), [("--watch", 0), ("--grace=600", -signal.SIGTERM)])
+def test_a_service_stops_in_good_order_and_others_are_killed(stored: Stored, option: str, exit_code: int) -> None:
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "encode", stored.url, option, "-v"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stderr is not None
@@ -63,5 +64,5 @@ def test_a_service_stops_in_good_order(stored: Stored) -> None:
             assert line
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0
-    assert b"segments encoded" in said
+    assert process.returncode == exit_code
+    assert (b"segments encoded" in said) == (exit_code == 0)

@@ -246,17 +246,6 @@ async def test_orphan_age_of_replaced_data_starts_at_the_replacement(local: Medd
     await require_encoded(local, segment)
 
 
-@pytest.mark.process
-async def test_two_concurrent_encoders(http: HttpStore) -> None:
-    stored = await stored_in(http, 4)
-    tallies = await asyncio.gather(*(encode(http, grace_s=0.5) for _ in range(2)))
-    assert all(tally.failures == {} for tally in tallies)
-    assert sum(tally.num_encoded for tally in tallies) >= 4
-    for segment in stored:
-        await require_encoded(http, segment)
-    await require_nothing_loose(http, *stored)
-
-
 async def test_segments_that_are_deleted_and_evicted_during_encoding_stay_so(local: Meddler) -> None:
     deleted, evicted, stays = await stored_in(local, 3)
     local.evicted = (evicted.manifest.key.manifest_name, evicted.data_name)  # after its manifest is read

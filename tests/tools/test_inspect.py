@@ -2,11 +2,13 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.protect import secure_segment
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.tools.terminal import format_size
 from tests.odd_segments import odd_segments
@@ -89,6 +91,16 @@ def test_damage_and_orphans_are_named(stored: Stored) -> None:
     text = kvfetch("inspect", f"{stored.url}#{first.namespace}").stdout
     assert f"{first.manifest_name}: " in text
     assert "1 data objects" in text
+
+
+def test_segments_that_cannot_be_read_end_no_command(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is all that was asked for, others are evicted before they are read."""
+    first, last = (stored.segments[index].manifest.key for index in (0, 2))
+    stored.manifest_path(2).write_bytes(b"")
+    assert f"{last.manifest_name}: manifest has 0 bytes" in kvfetch("inspect", f"{stored.url}#{last.stem}").stdout
+    monkeypatch.setattr(LocalStore, "get", AsyncMock(return_value=None))
+    unreadable = inspect_json(f"{stored.url}#{first.namespace}")["unreadable"]
+    assert [*unreadable.values()] == ["it was deleted after it was listed"] * 2
 
 
 @pytest.mark.parametrize("suffix", ["", ".kvm", "data"])

@@ -7,7 +7,7 @@ from harness.small_segments import NAMESPACE
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes
 from tests.segments import put_all
-from tests.tools.conftest import kvfetch, kvfetch_json
+from tests.tools.conftest import kvfetch_json, said
 from tests.tools.test_why import coded
 
 TOKENS = list(range(3, 11))
@@ -21,32 +21,26 @@ def store_pages(root: Path, num_pages: int, heads: range, salt: str | None = Non
     return namespace.digest()
 
 
-def run(*args: str, exit_code: int = 0) -> str:
-    result = kvfetch(*args)
-    assert result.exit_code == exit_code, result.output
-    return result.output
-
-
 def test_pin_list_and_remove(tmp_path: Path, tiny_llama: Path) -> None:
     """A page counts when all heads are stored."""
     root = tmp_path / "store"
     namespace = store_pages(root, 8, range(1))
     store_pages(root, 4, range(1, 2))
     name = page_hashes(TOKENS, 1)[-1].hex()
-    assert run("pin", str(root)) == "no pins\n"
-    output = run("pin", str(root), "--prompt", TEXT, "--model", str(tiny_llama), "--page-size", "1")
+    assert said("pin", str(root)) == "no pins\n"
+    output = said("pin", str(root), "--prompt", TEXT, "--model", str(tiny_llama), "--page-size", "1")
     assert output == f"{name}  {TEXT}\n  8 pages of 1 tokens; stored: 4 in {namespace}\n"
-    assert run("pin", str(root)) == output
-    run("pin", str(root), "--prompt", str(TOKENS[:3]), "--page-size", "1")
+    assert said("pin", str(root)) == output
+    said("pin", str(root), "--prompt", str(TOKENS[:3]), "--page-size", "1")
     labels = {pin["label"]: pin["num_pages"] for pin in kvfetch_json("pin", str(root))}
     assert labels == {TEXT: 8, str(TOKENS[:3]): 3}
 
     (left,) = kvfetch_json("pin", str(root), "--remove", name)
     other = page_hashes(TOKENS, 1)[2].hex()
     assert left["name"] == other
-    said = run("pin", str(root), "--remove", other, "--remove", name, exit_code=1)
-    assert said == f"FAILED {name}: there was no such pin\nno pins\n"
-    assert run("pin", str(root)) == "no pins\n"
+    output = said("pin", str(root), "--remove", other, "--remove", name, exit_code=1)
+    assert output == f"FAILED {name}: there was no such pin\nno pins\n"
+    assert said("pin", str(root)) == "no pins\n"
 
 
 def test_a_file_of_prompts(tmp_path: Path) -> None:

@@ -13,13 +13,7 @@ from sgl_kvfetch.plane.comparison import Compared
 from sgl_kvfetch.tools.doctor import check_audits
 from tests.segments import make_heads
 from tests.stores.test_profiles import WEIGHTS, save
-from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json
-
-
-def said(*args: str, exit_code: int = 0) -> str:
-    result = kvfetch(*args)
-    assert result.exit_code == exit_code, result.output
-    return result.output
+from tests.tools.conftest import KEYS, Stored, kvfetch_json, said
 
 
 def put(root: Path, folder: Path, number: int, *args: str) -> str:
@@ -51,6 +45,7 @@ def test_publish_list_get_and_withdraw(tmp_path: Path, stored: Stored) -> None:
     said("profile", "rm", str(root), old)
     assert old == put(root, tmp_path, 1)
     assert f"withdrawn: {WEIGHTS}/{new}; new servers take {old}" in said("profile", "rm", str(root), new)
+    assert "starts with ''" in said("profile", "rm", str(root), "", exit_code=2)  # though there is one alone
     assert "there is no other" in said("profile", "rm", str(root), old)
     assert "starts with '0', found none" in said("profile", "rm", str(root), "0", exit_code=2)
 

@@ -81,6 +81,9 @@ REFUSED = [
     (f"verify {NOBODY}", "start it with kvfetch serve DIRECTORY"),
     ("inspect [::1]:8700", "type http://[::1]:8700"),
     ("verify .#ffff", "nothing is stored"),
+    ("clear '' --yes", "expected a URL or a directory, found an empty word"),  # it is this folder, a store
+    ("clear '.#' --yes", "'.#' names no part"),
+    ("profile show http://store", "kvfetch profile show expects a DIGEST after the store"),
     ("inspect . --key-file no-such-file", "cannot be read"),
 ]
 

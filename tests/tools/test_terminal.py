@@ -16,7 +16,7 @@ from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.tools import terminal
-from sgl_kvfetch.tools.app import COMMANDS, import_command
+from sgl_kvfetch.tools.app import COMMANDS, _run, import_command
 from sgl_kvfetch.tools.terminal import _Formatter, format_size, make_console, make_table, say, show
 from sgl_kvfetch.user_files import parse_duration, parse_size
 from tests.tools.conftest import Stored
@@ -81,14 +81,24 @@ def test_help_and_what_needs_no_tensors_are_light(stored: Stored) -> None:
 
 
 @pytest.mark.process
-def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
+def test_output_that_nobody_takes_is_no_finding(stored: Stored) -> None:
+    """A reader has left, or a disk is full: there is no traceback, and the exit code is not 1."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "sgl_kvfetch.tools", "inspect", stored.url]
-    with os.fdopen(write_end, "wb") as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
-    assert "Traceback" not in done.stderr
-    assert done.returncode != 0
+    with os.fdopen(write_end, "wb", 0) as closed, Path("/dev/full").open("wb") as full:
+        for out, said in ((closed, ""), (full, "kvfetch: [Errno 28] No space left on device\n")):
+            command = [sys.executable, "-m", "sgl_kvfetch.tools", "inspect", stored.url]
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
+            assert (done.returncode, done.stderr) == (2, said)
+    with pytest.raises(BrokenPipeError):  # of a reader that leaves after the first table
+        make_console().on_broken_pipe()
+
+
+def test_a_fault_of_ours_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sgl_kvfetch.tools.app.app", lambda **options: 1 // 0)
+    with pytest.raises(SystemExit, match="2"):
+        _run()
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 EVIL = "m\x1b]0;OWNED\x07\x1b[2J\x9b1m\u202e"

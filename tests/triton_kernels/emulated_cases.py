@@ -22,11 +22,11 @@ from unittest.mock import patch
 import torch
 import xxhash
 
+from harness.layer_maps import plain_layers
 from harness.ptx.values import Fault
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.triton_kernels import restore_klt as restore_klt_module
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
 from tests.codec.bitstream.test_ans import coefficients

@@ -9,10 +9,11 @@ from functools import cache
 import pytest
 import torch
 
+from harness.layer_maps import plain_layers
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.errors import UnsupportedError

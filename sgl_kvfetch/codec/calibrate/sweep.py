@@ -21,6 +21,7 @@ What is done so far stands in a file, so that a calibration that was interrupted
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import time
@@ -35,8 +36,10 @@ from sgl_kvfetch.codec.calibrate.layers import KV, Exact, Layer, LayeredModel, P
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
+from sgl_kvfetch.log import brief
 from sgl_kvfetch.types import CellGrid
 
+logger = logging.getLogger(__name__)
 _EVERY_S = 60.0
 _STATE_VERSION = 3  # of what the state consists of; files of other versions are not used
 
@@ -63,8 +66,12 @@ class Unfinished:
 
     def write(self, state: dict[str, Any]) -> None:
         partial = self._path.with_name(f"{self._path.name}.new")
-        torch.save({"key": self._key, "state": state}, partial)
-        partial.replace(self._path)
+        try:
+            torch.save({"key": self._key, "state": state}, partial)
+            partial.replace(self._path)
+        except (OSError, RuntimeError) as e:  # of torch's writer; only who is interrupted needs the file
+            partial.unlink(missing_ok=True)
+            logger.warning("kvfetch: what is calibrated so far cannot be kept in %s: %s", self._path, brief(e))
         self._written_s = time.monotonic()
 
     def remove(self) -> None:

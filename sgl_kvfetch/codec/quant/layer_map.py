@@ -84,9 +84,3 @@ class LayerMap(msgspec.Struct, frozen=True, kw_only=True):
             still = Rope(inv_freq=(0.0,) * len(first.inv_freq), interleaved=first.interleaved)
             ropes = (*ropes, still)
         return Rotations(ropes, tuple(len(ropes) - 1 if which is None else which for which in of_layers))
-
-
-def plain_layers(num_layers: int, rope: Rope | None = None) -> LayerMap:
-    """Return the map of a model whose layers all attend to all tokens, and rotate alike."""
-    layer = ModelLayer(rotation=None if rope is None else 0)
-    return LayerMap(layers=(layer,) * num_layers, rotations=() if rope is None else (rope,))

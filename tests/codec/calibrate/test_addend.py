@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from harness.layer_maps import plain_layers
 from harness.models import make_tiny
 from sgl_kvfetch.codec.calibrate import sweep
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.sweep import MOST_SINKS, Sweep
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.types import CellGrid
 
 CONTEXT, FOLLOWING, LAYERS = MOST_SINKS + 6, 10, 3

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.layer_maps import plain_layers
 from harness.models import make_tiny_lfm2, make_tiny_llama, make_tiny_mellum
 from sgl_kvfetch.codec import CalibrationOptions, LayeredModel, Profile, calibrate_model, map_layers
 from sgl_kvfetch.codec.calibrate import sweep
@@ -25,7 +26,6 @@ from sgl_kvfetch.codec.calibrate.text import (
     shared_out,
     tokenise,
 )
-from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import text_digest
 from sgl_kvfetch.types import CellGrid

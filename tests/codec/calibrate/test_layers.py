@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from harness.layer_maps import plain_layers
 from harness.models import (
     FAMILIES,
     IMAGE_TEXT,
@@ -29,7 +30,7 @@ from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model,
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
-from sgl_kvfetch.codec.quant.layer_map import Pool, plain_layers
+from sgl_kvfetch.codec.quant.layer_map import Pool
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from tests.codec.quant.profiles import CALIBRATION
 

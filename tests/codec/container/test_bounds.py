@@ -133,6 +133,8 @@ def test_cells_are_as_the_quantiser_makes_them(
     SegmentReader(decode_manifest(unread(spec, 2)), quantiser)
     with pytest.raises(FormatError, match=r"has cells of|does not fit its quantiser"):
         SegmentReader(decode_manifest(unread(spec, 2, **changes)), quantiser)
+    with pytest.raises(FormatError, match="is quantised as"):
+        SegmentReader(decode_manifest(unread(spec, 2)), make_quantiser("exact"))
 
 
 def with_part(coded: CodedSegment, index: int, raw: bytes) -> tuple[Manifest, bytes]:

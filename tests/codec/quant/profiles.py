@@ -10,11 +10,12 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.layer_maps import plain_layers
 from sgl_kvfetch.codec.calibrate.fit import transform_of
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import forward_of
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, plain_layers
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredKind, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.types import CellGrid

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from harness.layer_maps import plain_layers
 from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import (
@@ -32,7 +33,7 @@ from sgl_kvfetch.codec.quant.klt import (
     restore_integers,
     scales_of,
 )
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool, plain_layers
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.profile import MeasuredKind, load_profile, read_outline
 from sgl_kvfetch.codec.quant.rope import Rope, unrotate
 from sgl_kvfetch.errors import ConfigError
