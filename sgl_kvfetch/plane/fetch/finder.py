@@ -239,14 +239,15 @@ class PageFinder:
         self._is_off = False
 
     async def find_pages(
-        self, hashes: Sequence[bytes], timeout_s: float, position: int | None = None
+        self, hashes: Sequence[bytes], timeout_s: float, position: int | None = None, *, with_sides: bool = False
     ) -> list[PageSource]:
         """Find the longest run of these pages, in memory and then in the store. ``position``: of the first one in the
-        sequence, if that is known. Raises StoreError, TimeoutError."""
+        sequence, if that is known. ``with_sides``: with the side pages that the store has by now, which memory does not
+        know. Raises StoreError, TimeoutError."""
         if self._is_off:
             record_reason(Reason.AUDITED)
             return []
-        known = self._in_place(self._memory.find(hashes), position)
+        known = [] if with_sides else self._in_place(self._memory.find(hashes), position)
         if len(known) < len(hashes):
             # From where a segment begins: by names, none is found that begins before (`Store.lookup`).
             first = len(known) - _num_begun(known)
@@ -534,8 +535,9 @@ class StoredPrompts:
         sources: list[PageSource] = []
         usable = Usable((), {})
         with counted("lookup"):
-            sources = await self.client.finder.find_pages(hashes, self.config.lookup_timeout_s)
-            if command.trailing:
+            timeout_s, with_sides = self.config.lookup_timeout_s, bool(command.trailing)
+            sources = await self.client.finder.find_pages(hashes, timeout_s, with_sides=with_sides)
+            if with_sides:
                 usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                 usable.stored[KV_POOL] = len(sources)
                 sources = sources[: max(usable.lengths, default=0)]
@@ -543,7 +545,7 @@ class StoredPrompts:
             num_served = self._num_served(hashes, sources[: most_pages if is_divisible else None], is_divisible)
             if num_served < len(sources):
                 usable = usable.up_to(num_served)
-                sources = sources[: max(usable.lengths, default=0) if command.trailing else num_served]
+                sources = sources[: max(usable.lengths, default=0) if with_sides else num_served]
         metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
         metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
         timeline.add(request, "lookup", started_s, time.monotonic(), pages=len(hashes), found=len(sources))

@@ -169,7 +169,7 @@ def test_side_pages_are_added_to_stored_segments(
     (tmp_path / "keys").write_text("0f" * 32)
     how = {"key_file": str(tmp_path / "keys")} if is_encrypted else {}
     pool, names = make_side_pool(), keys(8)
-    backend = make(sides={SWA: pool}, **how)
+    backend = make(sides={SWA: pool}, memory_cache="4MiB", **how)
     store(backend, names, {SWA: {7: 7}})
     store(backend, names[:4], {SWA: {3: 3, 2: 2}})
     until_there(backend, names[:5], 4)
