@@ -263,6 +263,8 @@ def open_pools(params: Any, components: Collection[ComponentType]) -> EnginePool
     """Return the pools of a model. ``params``: SGLang's ``CacheInitParams``. ``components``: what its radix cache keeps
     of a node. Raises UnsupportedError for pools that are not supported, and unless SGLang hands over pages of each."""
     pools = _open_pools(params)
+    if all(layer is None for layer in pools.layers):
+        raise UnsupportedError("device mode does not support models without a layer of full attention")
     following = _following_buffers(params)
     pools = replace(pools, side_buffers={**pools.side_buffers, **following}, following=tuple(following))
     handed_over = {_COMPONENT_POOLS.get(each, each) for each in components}

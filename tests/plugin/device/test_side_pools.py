@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from torch.overrides import TorchFunctionMode
 
@@ -189,7 +190,7 @@ def following(
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     drafts = {"sidecar_draft_device_pools": () if draft is None else (draft,), "mtp_draft_device_pools": packed}
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=page_size, **drafts)
-    params.mtp_draft_mamba_pools = ()
+    params.mtp_draft_mamba_pools, params.swa_retain_window = (), 0
     return open_pools(params, {ComponentType.FULL, *others})
 
 
@@ -278,6 +279,9 @@ def test_side_pools_that_are_not_tried_are_refused() -> None:
         message = f"a KV cache of .*{other}.* in the pools MHATokenToKVPool: add --en"
         with pytest.raises(UnsupportedError, match=message):
             following(plain_pool(), PAGE_SIZE, other)
+    windows = SWAKVPool(0, 64, PAGE_SIZE, torch.float32, HEADS, DIM, [0, 1], [], "cpu")
+    with pytest.raises(UnsupportedError, match="models without a layer of full attention"):
+        following(windows, PAGE_SIZE, ComponentType.SWA)
 
 
 def assert_equal_pages(
