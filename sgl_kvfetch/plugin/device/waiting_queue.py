@@ -180,8 +180,8 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
 
 def _free_tokens(scheduler: Any) -> float:
     """Return how many tokens the pool has room for beside those that run; infinite if nothing runs that could make
-    room."""
-    if not _runs(scheduler):
+    room, or if SGLang makes room itself, for requests that it sees."""
+    if scheduler.enable_priority_preemption or not _runs(scheduler):
         return math.inf
     return spare_tokens(scheduler.tree_cache) - reserved_tokens(scheduler)
 

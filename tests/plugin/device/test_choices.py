@@ -61,19 +61,15 @@ def test_how_late_fetches_end_counts(make: MakeRig, monkeypatch: pytest.MonkeyPa
     assert fetched(rig, tokens) == 0
 
 
-@pytest.mark.parametrize(
-    ("queued", "is_running", "is_idle"),
-    [("", False, True), ("ready", False, False), ("", True, False), ("parked", False, True)],
-)
-def test_an_engine_is_idle_while_all_requests_are_parked(queued: str, is_running: bool, is_idle: bool) -> None:
-    queue = WaitingQueue(lambda handle: handle.rid == "parked", [Request(queued, [])] if queued else [])
-    running = SimpleNamespace(reqs=["a request"] if is_running else [])
-    batches = {"running_batch": SimpleNamespace(reqs=[]), "last_batch": running, "chunked_req": None}
-    scheduler = SimpleNamespace(tree_cache=None, waiting_queue=queue, **batches)
+def test_an_engine_is_idle_while_all_requests_are_parked() -> None:
     seen: list[bool] = []
     linker = SimpleNamespace(arrive=lambda *args, is_idle: seen.append(is_idle))
-    waiting_queue._arrive(scheduler, cast("Any", linker), SimpleNamespace())
-    assert seen == [is_idle]
+    for queued, running in (("", []), ("parked", []), ("ready", []), ("", ["a request"])):
+        queue = WaitingQueue(lambda handle: handle.rid == "parked", [Request(queued, [])] if queued else [])
+        batches = {"running_batch": SimpleNamespace(reqs=[]), "last_batch": SimpleNamespace(reqs=running)}
+        scheduler = SimpleNamespace(tree_cache=None, waiting_queue=queue, chunked_req=None, **batches)
+        waiting_queue._arrive(scheduler, cast("Any", linker), SimpleNamespace())
+    assert seen == [True, True, False, False]
 
 
 def test_prompts_below_the_threshold_are_not_looked_up(make: MakeRig) -> None:
@@ -206,9 +202,9 @@ def test_they_do_not_wait_while_the_store_takes_none(full: Full) -> None:
     rig.settle(lambda: not rig.cache.linker.pending_offloads)
 
 
-@pytest.mark.parametrize("tokens", [STORED, prompt(1, 24)], ids=["it was staged, and is held", ""])
-def test_they_do_not_wait_where_the_next_request_needs_their_room(tokens: list[int], full: Full) -> None:
-    """SGLang lets all wait behind a request for which there is no room."""
+@pytest.mark.parametrize(("tokens", "preempts"), [(STORED, False), (STORED, True), (prompt(1, 24), False)])
+def test_they_do_not_wait_where_the_next_request_needs_room(tokens: list[int], preempts: bool, full: Full) -> None:
+    """SGLang lets all wait behind a request for which there is no room, unless it preempts."""
     rig, refusals, _ = full
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
@@ -221,12 +217,17 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(tokens: list[i
         chunked_req=None,
         new_token_ratio_tracker=SimpleNamespace(current=1.0),
         enable_overlap=False,
+        enable_priority_preemption=preempts,
     )
+    was_held = False
 
     def step() -> bool:
+        nonlocal was_held
         rig.cache.check_hicache_events()
         waiting_queue.form_batch(lambda scheduler: None, scheduler)
+        was_held |= rig.linker.prefixes.has_held
         return not rig.cache.linker.pending_offloads
 
     wait_until(step, poll_s=0.001)
+    assert was_held == (tokens is STORED and not preempts)
     assert scheduler.waiting_queue
