@@ -447,10 +447,6 @@ class LocalStore(AdminStore):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.owner.require()
 
-    async def warm_up(self) -> int:
-        """Open the catalog. Return the number of segments that lookups can find now."""
-        return (await self.usage()).num_segments
-
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Find segments as soon as they are put.
 

@@ -62,8 +62,7 @@ def create_app(config: ServerConfig) -> web.Application:
             store.own()
         except StoreError as e:
             raise ConfigError(str(e)) from e
-        await _warm_up(store)  # the server listens only after this
-        await pages.begin_history()
+        await pages.begin_history()  # which opens the catalog; the server listens only after this
         tasks = [
             asyncio.create_task(_collect(store, config.orphan_age_s)),
             asyncio.create_task(pages.keep_history()),
@@ -121,16 +120,6 @@ def _open(config: ServerConfig, metrics: ServerMetrics) -> LocalStore:
     if upstream is None:
         return LocalStore(config.root, **options)
     return FrontStore(config.root, upstream, metrics.record_upstream_failure, **options)
-
-
-async def _warm_up(store: LocalStore) -> None:
-    started = time.monotonic()
-    try:
-        num_segments = await store.warm_up()
-    except StoreError as e:
-        logger.warning("cannot read the stored segments at start: %s", e)
-        return
-    logger.debug("found %d segments in %.1f s", num_segments, time.monotonic() - started)
 
 
 async def _collect(store: LocalStore, every_s: float) -> None:

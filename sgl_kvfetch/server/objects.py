@@ -46,6 +46,7 @@ _TLS_PIECE_BYTES = 256 << 10
 _RECENT_S = 5.0
 _MAX_RECENT = 4096
 _PASSED_BYTES = 4 << 20  # that an answer from the upstream holds
+_PASSED_AT_ONCE = 16  # such answers; further ones wait, or together they would take all memory for requests
 _ONE_RANGE = re.compile("bytes=([0-9]{1,18})-([0-9]{1,18})")
 _NO_BYTES = re.compile("bytes=-0+")  # aiohttp takes it for all
 
@@ -60,6 +61,7 @@ class ObjectHandlers:
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
         self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
+        self._passing = asyncio.Semaphore(_PASSED_AT_ONCE)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         name = _name(request)
@@ -126,7 +128,10 @@ class ObjectHandlers:
         if opened is not None:
             with opened.file:
                 return await self._send(request, opened)
-        return _not_found(request) if front is None else await self._pass_on(request, front)
+        if front is None:
+            return _not_found(request)
+        async with self._passing:
+            return await self._pass_on(request, front)
 
     async def _send_manifest(self, request: web.Request, front: FrontStore) -> web.StreamResponse:
         content = await front.get_manifest(request.match_info["name"])

@@ -63,7 +63,6 @@ async def test_a_restart_reads_no_manifest(make: MakeStore, monkeypatch: pytest.
     await before.close()
     monkeypatch.setattr(rows, "decode_named_manifest", None)
     store = make()
-    assert await store.warm_up() == 1
     assert await store.usage() == usage
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
 
@@ -133,7 +132,7 @@ async def test_a_catalog_that_is_unusable_is_rebuilt(
     await before.close()
     spoil(tmp_path / ".catalog" / "catalog.sqlite")
     store = make(capacity_bytes=1 << 30)
-    await (store.warm_up() if is_read else put_segment(store, FIRST))
+    await (store.usage() if is_read else put_segment(store, FIRST))
     await until_found(store, [(0, 4), (0, 4)])
     assert await store.usage() == usage
     assert entries(tmp_path) == {FOLDER, ".catalog"}

@@ -8,16 +8,18 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from harness.faults import Fault, FaultyProxy
 from harness.s3_server import BUCKET, running_s3_server
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import until
 from sgl_kvfetch.codec import NO_KEYS, CodedSegment
+from sgl_kvfetch.directory import FrontStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -106,6 +108,26 @@ async def test_whole_objects_open_ranges_and_manifests_are_passed_on(pair: Pair)
                 assert (answer.status, await answer.read()) == (206, expected)
         async with session.get(url, headers={"Range": f"bytes={SIZE}-"}) as answer:
             assert (answer.status, answer.headers["Content-Range"]) == (416, f"bytes */{SIZE}")
+
+
+async def test_reads_of_many_ranks_at_once_wait_for_each_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds 4 MiB of the server's memory for requests, in which 31 of them would fit."""
+    content, gate, num_begun, pass_on = bytes(4 << 20), asyncio.Event(), 0, FrontStore.pass_on
+
+    async def held(*args: Any) -> bool:
+        nonlocal num_begun
+        num_begun += 1
+        await gate.wait()
+        return await pass_on(*args)
+
+    monkeypatch.setattr(FrontStore, "pass_on", held)
+    await pair.far.put(data_object(content), content)
+    ranks = HttpStore(pair.near.url, options=HttpOptions(max_attempts=1, max_connections=40))
+    reading = asyncio.gather(*(bytes_read(ranks, data_object(content), 0, len(content)) for _ in range(40)))
+    await until(lambda: num_begun >= 16)
+    gate.set()
+    assert await reading == [content] * 40
+    await ranks.close()
 
 
 async def test_an_upstream_that_breaks_off_breaks_the_answer_off(pair: Pair) -> None:
