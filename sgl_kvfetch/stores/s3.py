@@ -133,12 +133,7 @@ class S3Store(RemoteStore):
 
         async def get(heard: Callable[[], None]) -> bytes:
             result = await self._begin_get(path, 0, length, most)
-            heard()
-            pieces = []
-            async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
-                heard()
-                pieces.append(piece)
-            return b"".join(pieces)
+            return b"".join([piece async for piece in _pieces(what, result, heard)])
 
         return await self._call(what, lambda: self._lookups.answer(what, get), length or 0)
 
@@ -159,18 +154,11 @@ class S3Store(RemoteStore):
             if end == length:  # it was given up at the very end
                 return True
             result = await self._begin_get(name, start + end, length - end, most)
-            heard()
-            async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+            async for piece in _pieces(what, result, heard):
                 begin, end = end, end + len(piece)
-                if end > length:
-                    raise StoreError("protocol", f"{what}: more than the {length} bytes of the range arrived")
                 fill_pieces(left_of(into, begin), piece)
-                heard()
                 self.options.on_received(len(piece))
                 received(len(piece))
-            if end < length:
-                missing = f"{length - end} of {length} bytes are missing"
-                raise StoreError("truncated", f"{what}: {missing}", retriable=True)
             return True
 
         if length == 0:
@@ -213,7 +201,8 @@ class S3Store(RemoteStore):
 
         async def get() -> tuple[bytes, str]:
             result = await self._begin_get(name, 0, None, most)
-            return bytes(await result.bytes_async()), result.meta["e_tag"] or _WRONG_TAG
+            content = b"".join([piece async for piece in _pieces(f"getting {name}", result)])
+            return content, result.meta["e_tag"] or _WRONG_TAG
 
         for _ in range(_MAX_REPLACES):
             found = await self._call(f"getting {name}", get)
@@ -377,6 +366,22 @@ class S3Store(RemoteStore):
                 return None
             except BaseError as e:
                 raise _store_error(what, e) from e
+
+
+async def _pieces(
+    what: str, result: GetResult, heard: Callable[[], None] = lambda: None
+) -> AsyncIterator[bytes | memoryview]:
+    """Yield the body of an answer. Raises StoreError unless it has as many bytes as its head has announced: a body in
+    chunks may have any number. ``heard``: called for the head, and for each piece."""
+    left = num_bytes = result.range[1] - result.range[0]
+    heard()
+    async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+        heard()
+        if (left := left - len(piece)) < 0:
+            raise StoreError("protocol", f"{what}: more than the {num_bytes} bytes that were announced arrived")
+        yield piece
+    if left:
+        raise StoreError("truncated", f"{what}: {left} of {num_bytes} bytes are missing", retriable=True)
 
 
 def _parse_url(url: str) -> tuple[str, str]:
