@@ -144,7 +144,8 @@ class Catalog:
         self._path = root / FOLDER / "catalog.sqlite"
         self._writer_lock = threading.Lock()
         self._local = threading.local()
-        self._generation = 0  # of the database: how many were discarded
+        self._generation = 0  # of what readers read: it is another database, or comes another way
+        self._is_frozen = False  # whether a reader reads the database alone, as nobody can write it
         self._writer: tuple[int, sqlite3.Connection | None] = 0, None  # with its generation, as each reader
         self._write_error: str | None = None
         self._is_checked = False
@@ -172,7 +173,7 @@ class Catalog:
 
     def _begin(self) -> sqlite3.Connection:
         try:
-            with self._errors(), files.os_errors("opening the catalog"):
+            with files.os_errors("opening the catalog"), self._errors():
                 db = self._open_writer()
                 db.execute("BEGIN IMMEDIATE")
         except StoreError as e:
@@ -203,7 +204,7 @@ class Catalog:
             if db is None or generation != self._generation:
                 generation, db = self._generation, None
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    db = self._connect()
+                    db = self._connect_reader()
                     self._local.reader = generation, db
                     self._readers.append(db)
             if db is None:
@@ -293,6 +294,8 @@ class Catalog:
             db = self._connect()
         if db.execute("SELECT is_counted FROM totals").fetchone() == (0,):
             self._on_uncounted()
+        self._generation += self._is_frozen
+        self._is_frozen = False
         self._writer = self._generation, db
         return db
 
@@ -312,13 +315,25 @@ class Catalog:
             raise
         self._is_checked = True
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect_reader(self) -> sqlite3.Connection:
+        """Connect for lookups. A full disk has no room for SQLite's shared memory: then nobody writes, and the log, if
+        it is empty, has nothing that the database lacks. Raises as `_connect` does."""
+        try:
+            return self._connect()
+        except sqlite3.OperationalError:
+            log = Path(f"{self._path}-wal")
+            if log.exists() and log.stat().st_size:
+                raise
+            self._is_frozen = True
+            return self._connect("ro&immutable=1")
+
+    def _connect(self, mode: str = "") -> sqlite3.Connection:
         """Connect to the database. Raises FileNotFoundError if there is none: SQLite would make an empty one."""
         if not self._path.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
         # Without writing, SQLite cannot make its shared memory; if a killed owner has not left it, none is needed.
         is_shared = os.path.exists(f"{self._path}-shm")
-        mode = "rw" if os.access(self._path, os.W_OK) else "ro" if is_shared else "ro&immutable=1"
+        mode = mode or ("rw" if os.access(self._path, os.W_OK) else "ro" if is_shared else "ro&immutable=1")
         uri = f"{self._path.absolute().as_uri()}?mode={mode}"
         db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA synchronous = NORMAL")

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -263,8 +263,8 @@ async def test_a_log_that_may_not_grow_means_a_full_store(make: MakeStore) -> No
 
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-@pytest.mark.parametrize("is_clean", [True, False])
-async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None:
+@pytest.mark.parametrize("why", ["read-only", "read-only after a kill", "full"])
+async def test_a_start_on_a_disk_that_takes_nothing_reads_what_is_there(tmp_path: Path, why: str) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "kvfetch-test", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:  # noqa: ASYNC221
         pytest.skip("mounting is not allowed")
@@ -273,10 +273,15 @@ async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None
         await put_segment(store, make_segment(CHAIN, 0, 4))
         kept = {path: path.read_bytes() for path in (tmp_path / "store" / ".catalog").iterdir()}
         await store.close()
-        if not is_clean:
+        if why == "read-only after a kill":
             for path, content in kept.items():
                 path.write_bytes(content)
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)  # noqa: ASYNC221
+        if why == "full":
+            with suppress(OSError), (tmp_path / "others").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)  # noqa: ASYNC221
         store = LocalStore(tmp_path / "store")
         assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
         usage = await store.usage()
@@ -284,6 +289,10 @@ async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None
         assert usage.write_problem is not None
         with pytest.raises(StoreError):
             await store.put(data_object(b"new"), b"new")
+        if why == "full":
+            (tmp_path / "others").unlink()
+            await put_segment(store, make_segment(page_hashes(8), 4, 4))
+            assert (await store.lookup(FOLDER, page_hashes(8))).num_pages == 8
         await store.close()
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)  # noqa: ASYNC221
