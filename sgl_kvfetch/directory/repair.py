@@ -6,10 +6,12 @@ Segments that readers report as damaged are checked: the store judges by its own
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
@@ -45,7 +47,7 @@ class Repair:
     def recheck(self, manifest_name: str) -> None:
         """Compare one segment with its files, and correct the catalog."""
         with self._catalog.writing() as db:
-            self._examine(db, manifest_name)
+            rows.examine_segment(db, self._root, manifest_name)
 
     def collect(self) -> None:
         """Remove what readers and dead writers have left, and what differs between the disk and the catalog."""
@@ -69,13 +71,12 @@ class Repair:
                 self._add_missing_rows(namespace, some)
                 if self.stopped.wait(_PAUSE_S):
                     return
+            with self._catalog.writing(), suppress(OSError):  # files get their names only within it
+                os.rmdir(self._root / namespace)  # of no use if it is empty
         with self._catalog.writing() as db:
             loose = f"segment IN (SELECT id FROM segments WHERE state = {SegmentState.LOOSE:d})"
             db.execute(f"UPDATE files SET role = {FileRole.PENDING:d} WHERE role = {FileRole.NAMED:d} AND {loose}")
             db.execute("UPDATE totals SET is_counted = 1")
-
-    def _examine(self, db: sqlite3.Connection, manifest_name: str) -> None:
-        rows.examine_segment(db, self._root, manifest_name)
 
     def _add_missing_rows(self, namespace: str, file_names: list[str]) -> None:
         names = {f"{namespace}/{file_name}" for file_name in file_names if is_object_name(f"{namespace}/{file_name}")}
@@ -94,7 +95,7 @@ class Repair:
                 query = "SELECT name FROM segments WHERE state = ? LIMIT ?"
                 unread = db.execute(query, (SegmentState.UNREAD, _MANIFESTS_AT_ONCE)).fetchall()
                 for (name,) in unread:
-                    self._examine(db, name)
+                    rows.examine_segment(db, self._root, name)
             if not unread:
                 return
 

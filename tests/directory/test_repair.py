@@ -198,12 +198,14 @@ async def test_old_files_put_by_other_means_are_kept(store: LocalStore, tmp_path
     assert (await store.usage()).stored_bytes == disk_bytes(tmp_path)
 
 
-async def test_a_long_deletion_runs_in_turns(store: LocalStore) -> None:
+async def test_a_long_deletion_runs_in_turns_and_leaves_no_folder(store: LocalStore) -> None:
     for i in range(20):
         await put_segment(store, make_segment(page_hashes(4, f"chain {i}"), 0, 4, content=i))
     assert await store.delete_some("", 0.0) == (16, True)
     assert sum(name.endswith(".kvm") for name in await names(store)) == 4  # manifests go first
     assert await store.delete_prefix("") == 24
+    await store.collect()
+    assert await store.folders() == frozenset()
 
 
 async def test_one_of_those_that_create_a_manifest_succeeds(store: LocalStore) -> None:
