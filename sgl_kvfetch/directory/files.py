@@ -15,6 +15,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,6 +114,13 @@ def open_object(root: Path, name: str) -> OpenObject | None:
             return OpenObject(_ReadFile(fd, status), ObjectInfo(name, status.st_size, status.st_mtime))
         os.close(fd)
     return None
+
+
+def in_memory(name: str, content: bytes) -> OpenObject:
+    """Return an object that is in no directory. Raises OSError."""
+    file = FileIO(os.memfd_create("kvfetch"), "r+")
+    file.write(content)
+    return OpenObject(file, ObjectInfo(name, len(content), time.time()))
 
 
 def read_fully(file: FileIO, start: int, length: int) -> bytes:
@@ -218,13 +226,11 @@ class TempFile:
             self._fd = os.open(self._temp, flags, 0o600, dir_fd=directory)
         self.is_open = True  # until it is committed or discarded
 
-    def write(self, data: memoryview) -> int:
-        """Append some of ``data``, and return how many bytes."""
-        return os.write(self._fd, data)
-
-    def write_at(self, data: memoryview, start: int) -> int:
-        """Write some of ``data`` from byte ``start`` on, and return how many bytes."""
-        return os.pwrite(self._fd, data, start)
+    def write_at(self, data: memoryview, start: int) -> None:
+        """Write ``data`` from byte ``start`` on. After an error, it may be written once more."""
+        while data:
+            num_bytes = os.pwrite(self._fd, data, start)
+            data, start = data[num_bytes:], start + num_bytes
 
     def read_at(self, start: int, length: int) -> bytes:
         return os.pread(self._fd, length, start)

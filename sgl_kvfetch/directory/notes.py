@@ -132,12 +132,10 @@ class NoteWriter:
                 return
             assert self._file is not None
             self.head += data[: self.kind.checked_bytes - len(self.head)]
-            self._written_bytes += len(data)
+            start, self._written_bytes = self._written_bytes, self._written_bytes + len(data)
             if self._written_bytes > self._size_bytes:
                 raise StoreError("invalid", f"more than the {self._size_bytes} bytes that were announced")
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
+            self._file.write_at(memoryview(data), start)
 
     def check(self) -> None:
         """Raise StoreError (``invalid``) if what is written is not the note of this name."""
@@ -147,10 +145,10 @@ class NoteWriter:
             raise StoreError("invalid", f"not the {self.kind.one} {self.name}: {e}") from e
 
     def commit(self) -> None:
-        """Give the file its name, once it is checked."""
+        """Give the file its name, once it is checked. Raises StoreError (``invalid``) if it was discarded meanwhile."""
         with self._lock:
             if self._finished:
-                return
+                raise StoreError("invalid", f"{self.kind.one} {self.name} was given up while it was written")
             assert self._file is not None
             self._file.resize(self._written_bytes)
             self._file.sync()

@@ -100,30 +100,21 @@ class NewFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``; reserve more room if it needs that."""
-        view = memoryview(data)
-        more = self._written_bytes + len(view) - self.num_bytes
+        more = self._written_bytes + len(data) - self.num_bytes
         if more > 0:
             self._room.grow(self, more)
-        while view:
-            written = self._room.retried(lambda rest=view: self.temp.write(rest), len(view))  # type: ignore[misc]
-            self._written_bytes += written
-            view = view[written:]
+        self.write_at(memoryview(data), self._written_bytes)
 
     def write_all(self, content: bytes) -> None:
         """Write all of a small file. Nothing is evicted for it."""
-        view = memoryview(content)
-        while view:
-            written = self.temp.write(view)
-            self._written_bytes += written
-            view = view[written:]
+        self.temp.write_at(memoryview(content), 0)
+        self._written_bytes = len(content)
 
     def write_at(self, data: memoryview, start: int) -> None:
         """Write into the reserved room, from byte ``start`` on."""
         assert start + len(data) <= self.num_bytes
         self._written_bytes = max(self._written_bytes, start + len(data))
-        while data:
-            written = self._room.retried(lambda rest=data, at=start: self.temp.write_at(rest, at), len(data))  # type: ignore[misc]
-            data, start = data[written:], start + written
+        self._room.retried(lambda: self.temp.write_at(data, start), len(data))
 
     def commit(self, db: sqlite3.Connection, index: Callable[[], None] = lambda: None) -> None:
         """Give the file its object's name, within a transaction.

@@ -196,12 +196,12 @@ async def test_files_that_are_read_slowly_count(make: MakeStore, tmp_path: Path)
 
 async def test_a_full_disk_makes_room(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has no capacity: the disk is the limit."""
-    store, size, write = make(capacity_bytes=None), 8 * SIZE, os.write
+    store, size, write = make(capacity_bytes=None), 8 * SIZE, os.pwrite
 
-    def limited(fd: int, data: bytes) -> int:
-        return no_space(fd, data) if disk_bytes(tmp_path) + len(data) > size else write(fd, data)
+    def limited(fd: int, data: bytes, start: int) -> int:
+        return no_space(fd, data, start) if disk_bytes(tmp_path) + len(data) > size else write(fd, data, start)
 
-    monkeypatch.setattr("sgl_kvfetch.directory.files.os.write", limited)
+    monkeypatch.setattr("sgl_kvfetch.directory.files.os.pwrite", limited)
     await fill(store, range(20))
     assert await found(store, range(17, 20)) == 3
     usage = await store.usage()
@@ -295,7 +295,7 @@ async def test_a_full_disk_costs_one_eviction(make: MakeStore, tmp_path: Path, m
     """As of a quota, which only a failed write shows: what is freed is gone at once."""
     store = make(capacity_bytes=None)
     await fill(store, range(10))
-    monkeypatch.setattr("sgl_kvfetch.directory.files.os.write", no_space)
+    monkeypatch.setattr("sgl_kvfetch.directory.files.os.pwrite", no_space)
     monkeypatch.setattr(DiskRoom, "_free_bytes", lambda room: 1 << 40)  # whatever else uses this machine's disk
     for number in range(10, 20):
         assert not await fits(store, number)
@@ -306,7 +306,7 @@ async def test_a_full_disk_costs_one_eviction(make: MakeStore, tmp_path: Path, m
     assert (await store.usage()).write_problem is None
 
 
-def no_space(fd: int, data: bytes) -> int:
+def no_space(fd: int, data: bytes, start: int) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

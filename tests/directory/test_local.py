@@ -13,8 +13,9 @@ import xxhash
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.directory.notes import NoteWriter
 from sgl_kvfetch.directory.room import DiskRoom, NewFile
-from sgl_kvfetch.stores import Lookup
+from sgl_kvfetch.stores import PINS, Lookup, Pin
 from tests.directory.conftest import MakeStore, age, unfinished
 from tests.segments import names
 from tests.stores.conformance import failing
@@ -113,6 +114,17 @@ async def test_only_regular_files_are_objects_and_links_are_not_followed(make: M
     with failing("io"):
         await store.put(linked, b"secret")
     assert sorted(path.name for path in outside.iterdir()) == sorted(["secret", Path(linked).name])
+
+
+async def test_a_pin_that_was_given_up_is_not_committed(store: LocalStore, tmp_path: Path) -> None:
+    pin = Pin("", 1, bytes(32))
+    writer = NoteWriter(tmp_path, PINS, pin.name, len(pin.encode()), None)
+    writer.open()
+    writer.discard()
+    with failing("invalid", "was given up"):
+        store._pin(pin, writer)
+    await put_segment(store, make_segment([bytes(32)], 0, 1))
+    assert [each.is_pinned for each in await store.segment_usages(FOLDER, 2)] == [False]
 
 
 async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing(
