@@ -9,7 +9,7 @@ The upstream is the authority, and the directory is what lies near: beside the e
 * **Writes** go to both. Data is kept in the directory first, because that checks it, and then sent on. A manifest goes
   to the upstream first. So what lookups find here is, or was, in the upstream; a write that the upstream refuses or
   does not get fails; and whatever dies at whatever moment, the upstream has lost nothing.
-* **Deletions** go to both.
+* **Deletions** go to both, to the upstream first: nothing that is deleted here is kept from there again.
 * **While the upstream fails**, lookups are answered with what the directory has, and writes fail.
 
 A manifest by its name is the upstream's while it answers: whoever replaces a manifest must know the one that everybody
@@ -269,18 +269,18 @@ class FrontStore(LocalStore):
             await self.upstream.put(name, Pieces([memoryview(mapped)]))
 
     async def delete(self, name: str) -> bool:
-        self._keeper.give_up(require_name(name).segment.stem + ".")
-        existed = await super().delete(name)
+        stem = require_name(name).segment.stem
         with self._asking("delete"):
-            return await self.upstream.delete(name) or existed
+            existed = await self.upstream.delete(name)
+        self._keeper.give_up(f"{stem}.")
+        return await super().delete(name) or existed
 
     async def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
+        with self._asking("delete"):
+            count = await self.upstream.delete_prefix(prefix)
         self._keeper.give_up(prefix)
-        count, more = await super().delete_some(prefix, within_s)
-        if not more:
-            with self._asking("delete"):
-                count = max(count, await self.upstream.delete_prefix(prefix))
-        return count, more
+        count_here, more = await super().delete_some(prefix, within_s)
+        return max(count, count_here), more
 
     # Profiles, which servers share
 
@@ -299,9 +299,13 @@ class FrontStore(LocalStore):
             content = await self.upstream.get_note(kind, name)
         if content is None:
             return None
-        async with super().upload_note(kind, name, len(content)) as upload:
-            await upload.write(content)
-            await upload.commit()
+        try:
+            async with super().upload_note(kind, name, len(content)) as upload:
+                await upload.write(content)
+                await upload.commit()
+        except StoreError as e:  # the directory may have less room than the upstream
+            self._on_failure("keep", e)
+            return await asyncio.to_thread(files.in_memory, name, content)
         return await super().open_note(kind, name)
 
     @asynccontextmanager

@@ -55,6 +55,7 @@ class _Object:
 
     def __init__(self, parts: Parts, size_bytes: int) -> None:
         self.parts = parts
+        self.size_bytes = size_bytes
         self.missing = [(0, size_bytes)]  # have not come
         self.unwritten = [(0, size_bytes)]
 
@@ -130,6 +131,8 @@ class Keeper:
             return
         if segment.objects is not None and not _record_arrival(segment.objects, name, start, len(data)):
             return
+        if len(data) < _PIECE_BYTES:  # a part of what was read into, which it would hold in memory
+            data = memoryview(bytes(data))
         self._held_bytes += len(data)
         segment.pieces.append((name, start, data))
         segment.more.set()
@@ -261,11 +264,12 @@ class Keeper:
 
 
 def _record_arrival(objects: dict[str, _Object], name: str, start: int, num_bytes: int) -> bool:
-    """Record that bytes have come. Return whether any of them was missing."""
+    """Record that bytes have come. Return whether any of them was missing, and none is behind the object's end."""
     found = objects.get(name)
-    if found is None or not _overlaps(found.missing, start, start + num_bytes):
+    end = start + num_bytes
+    if found is None or end > found.size_bytes or not _overlaps(found.missing, start, end):
         return False
-    found.missing = _without(found.missing, start, start + num_bytes)
+    found.missing = _without(found.missing, start, end)
     return True
 
 

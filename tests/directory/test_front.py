@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import FOLDER, expiring, make_segment, page_hashes, parts, put_segment
-from harness.waiting import until
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.directory import FrontStore, LocalStore, front, keeper
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import Lookup, object_digest
@@ -132,7 +132,10 @@ async def test_a_reader_ends_what_is_fetched_behind_others(
     assert upstream.reads == [(0, 2), (2, SIZE - 2), (SIZE - 2, 2), (rest, SIZE - 2 - rest)]
 
 
-async def test_what_is_being_kept_is_read_from_the_disk(node: FrontStore, upstream: Upstream) -> None:
+async def test_what_is_being_kept_is_read_from_the_disk(
+    node: FrontStore, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_QUIET_S", WAIT_S)  # nothing is fetched behind readers
     await put_segment(upstream, SEGMENT)
     await passed(node, 0, 1000)
 
@@ -162,6 +165,37 @@ async def test_what_cannot_be_kept_costs_speed_alone(
     assert list(node.root.glob(f"{FOLDER}/*")) == []
     upstream.flips = False
     assert await passed(node) == SEGMENT.data
+
+
+async def test_what_a_manifest_does_not_name_is_not_kept(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(upstream, SEGMENT)
+    with (upstream.root / NAME).open("ab") as file:
+        file.write(b"more")
+    await passed(node, 0, SIZE + 4)
+    await kept(node)
+
+
+async def test_a_read_that_breaks_off_holds_only_what_came(node: FrontStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.upstream, "get", lambda name: asyncio.Event().wait())  # the manifest
+    with node._keeper.reading(NAME):
+        node._keeper.add(NAME, 0, memoryview(bytes(1 << 20))[:100])
+    ((_, _, piece),) = node._keeper._segments[MANIFEST_NAME].pieces
+    assert len(bytes(piece.obj)) == 100
+
+
+async def test_readers_undo_no_deletion(node: FrontStore, upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those who come before the upstream has deleted all of it."""
+    delete_prefix = upstream.delete_prefix
+
+    async def read_and_delete(prefix: str) -> int:
+        await passed(node)
+        await kept(node)
+        return await delete_prefix(prefix)
+
+    monkeypatch.setattr(upstream, "delete_prefix", read_and_delete)
+    await put_segment(upstream, SEGMENT)
+    assert await node.delete_prefix("") == 2
+    assert parts(await node.lookup(FOLDER, CHAIN)) == []
 
 
 async def test_the_rest_of_a_prompt_is_looked_up_in_the_upstream(

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -20,6 +21,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import until
 from sgl_kvfetch.codec import NO_KEYS, CodedSegment
 from sgl_kvfetch.directory import FrontStore
+from sgl_kvfetch.directory.notes import NoteWriter
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -112,21 +114,17 @@ async def test_whole_objects_open_ranges_and_manifests_are_passed_on(pair: Pair)
 
 async def test_reads_of_many_ranks_at_once_wait_for_each_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds 4 MiB of the server's memory for requests, in which 31 of them would fit."""
-    content, gate, num_begun, pass_on = bytes(4 << 20), asyncio.Event(), 0, FrontStore.pass_on
+    content, pass_on = bytes(4 << 20), FrontStore.pass_on
 
-    async def held(*args: Any) -> bool:
-        nonlocal num_begun
-        num_begun += 1
-        await gate.wait()
+    async def slow(*args: Any) -> bool:
+        await asyncio.sleep(0.1)
         return await pass_on(*args)
 
-    monkeypatch.setattr(FrontStore, "pass_on", held)
+    monkeypatch.setattr(FrontStore, "pass_on", slow)
     await pair.far.put(data_object(content), content)
     ranks = HttpStore(pair.near.url, options=HttpOptions(max_attempts=1, max_connections=40))
-    reading = asyncio.gather(*(bytes_read(ranks, data_object(content), 0, len(content)) for _ in range(40)))
-    await until(lambda: num_begun >= 16)
-    gate.set()
-    assert await reading == [content] * 40
+    reads = (bytes_read(ranks, data_object(content), 0, len(content)) for _ in range(40))
+    assert await asyncio.gather(*reads) == [content] * 40
     await ranks.close()
 
 
@@ -163,12 +161,15 @@ async def test_reads_go_on_while_the_upstream_is_away_and_writes_fail(pair: Pair
     await fetch(pair.far, other)
 
 
-async def test_profiles_are_the_upstreams(pair: Pair, tmp_path: Path) -> None:
+async def test_profiles_are_the_upstreams(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = await publish_profile(pair.far, save(tmp_path), NO_KEYS)
     assert [info.name for info in await pair.near.notes(PROFILES)] == [name]
-    content = await pair.near.get_note(PROFILES, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(NoteWriter, "open", Mock(side_effect=StoreError("full", "there is no room for a copy")))
+        content = await pair.near.get_note(PROFILES, name)
     assert content is not None
-    assert content == await pair.far.get_note(PROFILES, name)
+    for store in (pair.near, pair.far):
+        assert await store.get_note(PROFILES, name) == content
     assert await pair.near.delete_note(PROFILES, name)
     assert list(await pair.far.notes(PROFILES)) == []
     await pair.near.put_note(PROFILES, name, content)
