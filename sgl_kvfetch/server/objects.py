@@ -18,7 +18,7 @@ from aiohttp import web
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory import FrontStore, LocalStore
 from sgl_kvfetch.directory.files import OpenObject, open_object, os_errors, read_fully
-from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
 from sgl_kvfetch.server.bodies import (
     ACCOUNT,
@@ -36,7 +36,6 @@ from sgl_kvfetch.stores import NOTE_KINDS, NoteKind, ObjectInfo
 from sgl_kvfetch.stores.wire import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, Notes, parse_entity_tag
 
 _LIST_PIECE_BYTES = 64 << 10
-_CHECKS_AT_ONCE = 2
 _CHECKED_TIMES = 6  # memory for what is checked of a note, in sizes of its bytes
 _MANIFEST_TIMES = 8  # memory for a decoded manifest, in sizes of its bytes
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
@@ -60,7 +59,6 @@ class ObjectHandlers:
         self._max_body_bytes = min(config.max_body_bytes, config.capacity_bytes or config.max_body_bytes)
         self._upload_wait_s = config.upload_wait_s
         self._uploads = asyncio.Semaphore(config.max_uploads)
-        self._checks = asyncio.Semaphore(_CHECKS_AT_ONCE)
         self._passing = asyncio.Semaphore(_PASSED_AT_ONCE)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
@@ -210,7 +208,12 @@ class ObjectHandlers:
         _record_range(request, response, start, end, size)
         response.content_length = end - start
         await response.prepare(request)
-        await send_file(request, response, opened.file, start, end)
+        try:
+            await send_file(request, response, opened.file, start, end)
+        except ConnectionError:
+            raise
+        except OSError as e:  # the disk's
+            raise StoreError("io", f"reading {opened.info.name}: {e.strerror}") from e
         self._metrics.sent_bytes.inc(end - start)
         await response.write_eof()
         return response
@@ -229,13 +232,8 @@ class ObjectHandlers:
         return _not_found(request)
 
     async def check(self, request: web.Request) -> web.StreamResponse:
-        """Check a segment that a reader found damaged. Reports that come while others are checked are dropped."""
-        name = _name(request)
-        deleted = False
-        if not self._checks.locked():
-            async with self._checks:
-                deleted = await self._store.report_damage(name.segment.manifest_name)
-        return json_answer(Checked(deleted))
+        """Check a segment that a reader found damaged."""
+        return json_answer(Checked(await self._store.report_damage(_name(request).segment.manifest_name)))
 
     async def delete_prefix(self, request: web.Request) -> web.StreamResponse:
         """Delete by prefix. It is required, even if it is empty, so that no client empties a store by omitting it.

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server import app as application, metrics as server_metrics
-from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores import HttpOptions, wire
 from sgl_kvfetch.stores.http import HttpStore
 from tests.directory.conftest import unfinished
 from tests.server.serving import get, metric, serving
@@ -77,9 +78,9 @@ async def test_a_failure_is_logged_once_and_counted(
     [
         ("open", errno.EROFS),
         ("open", errno.EMFILE),
-        ("write", errno.ENOSPC),
-        ("write", errno.EDQUOT),
-        ("write", errno.EFBIG),
+        ("pwrite", errno.ENOSPC),
+        ("pwrite", errno.EDQUOT),
+        ("pwrite", errno.EFBIG),
         ("fsync", errno.EIO),
     ],
 )
@@ -120,6 +121,17 @@ async def test_a_disk_refusing_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         await store.put(data_object(b"third"), b"third")
         assert await health() == ""
         assert (await get(session, wire.Route.HEALTH, write=""))["write_problem"] is None
+        await store.close()
+
+
+async def test_a_disk_that_fails_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as (server, session):
+        store = HttpStore(server.url, options=HttpOptions(max_attempts=1))
+        await store.put(data_object(b"content"), b"content")
+        monkeypatch.setattr(os, "sendfile", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+        with failing("truncated"):
+            await store.get(data_object(b"content"))
+        assert await metric(session, "failures_total", cause="io:EIO") == 1
         await store.close()
 
 

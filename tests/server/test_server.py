@@ -14,7 +14,7 @@ import pytest
 from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S, LoopClock, until
-from sgl_kvfetch.directory import LocalStore, local
+from sgl_kvfetch.directory import local
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.stores import HttpOptions, object_digest, wire
@@ -183,29 +183,6 @@ async def test_too_many_uploads_are_refused_after_a_wait(tmp_path: Path) -> None
             waiting = asyncio.create_task(session.put(OBJECT, data=CONTENT))
         async with await waiting as response:
             assert response.status == 201
-
-
-async def test_reports_of_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = make_segment(page_hashes(4), 0, 4).manifest.key.manifest_name
-    reported: list[str] = []
-    go_on = asyncio.Event()
-
-    async def check(store: LocalStore, manifest_name: str) -> bool:
-        reported.append(manifest_name)
-        return await go_on.wait()
-
-    monkeypatch.setattr(LocalStore, "report_damage", check)
-    async with serving(tmp_path) as (server, session):
-        store = HttpStore(server.url)
-        checking = [asyncio.create_task(store.report_damage(name)) for _ in range(2)]
-        await until(lambda: len(reported) == 2)
-        assert await store.report_damage(name) is False  # the server is busy
-        go_on.set()
-        assert await asyncio.gather(*checking) == [True, True]
-        assert reported == [name, name]
-        async with session.post(f"{wire.Route.CHECK}/nonsense") as response:
-            assert response.status == 400
-        await store.close()
 
 
 async def test_a_lookup_s_sizes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
