@@ -153,9 +153,6 @@ class LocalStore(AdminStore):
         with files.os_errors(f"locking {self.root}"):
             self.owner.require()
 
-    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        return await self._read(name, start, length)
-
     @on("reads")
     def peek(self, name: str) -> bytes | None:
         """Read a manifest, or the beginning of one that is too large. This does not count as a use of its segment."""
@@ -177,7 +174,7 @@ class LocalStore(AdminStore):
             return bool(self._room.delete_unnamed([name]))
 
     @on("reads")
-    def _read(self, name: str, start: int, length: int | None) -> bytes | None:
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         assert not start or length is not None, "a range has a length"
         opened = self._open(name)
         if opened is None:

@@ -51,7 +51,6 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import (
-    MANIFEST_SUFFIX,
     NAMESPACE_PATTERN,
     PAGE_HASH_BYTES,
     ObjectName,
@@ -298,18 +297,6 @@ class AdminStore(Store):
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
-
-    async def delete_prefix(self, prefix: str) -> int:
-        """Delete what `list` finds, one object after another."""
-        names = [info.name async for info in self.list(prefix)]
-        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST_SUFFIX)):
-            await self.delete(name)
-        return len(names)
-
-    async def folders(self, digest: str = "") -> frozenset[str]:
-        """Return the folders of what `list` finds."""
-        prefix = digest and f"{digest}."
-        return frozenset([info.name.partition("/")[0] async for info in self.list(prefix)])
 
     async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         """Return when lookups last found segments, in seconds since the epoch; None where the store does not know."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,3 @@ def test_what_is_refused_names_what_is_allowed_and_no_secrets() -> None:
         with pytest.raises(ConfigError, match=message or None) as caught:
             open_store(url, **options)
         assert "se-cret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("module", ["s3", "redis_index"])
-def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
-    with pytest.raises(ConfigError, match=r"pip install '\.\[s3\]'"):
-        open_store("s3://bucket", s3=S3Options(index="redis://host"))

@@ -7,10 +7,10 @@ import pytest
 
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch import user_files
-from sgl_kvfetch.codec import NO_KEYS, StoreKeys, decode_manifest, open_manifest, secure_segment
+from sgl_kvfetch.codec import NO_KEYS, StoreKeys, decode_manifest, open_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import Lookup, keyed, object_digest, with_keys
+from sgl_kvfetch.stores import Lookup, keyed, with_keys
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 from sgl_kvfetch.user_files import FreshFiles
@@ -51,19 +51,6 @@ async def test_a_key_file_that_changes_counts_with_the_next_lookup(
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
 
 
-async def test_replacing_compares_with_what_the_store_holds(encrypted: KeyedStore) -> None:
-    await put_segment(encrypted, FIRST)
-    before = await encrypted.get(NAME)
-    assert before is not None
-    other = secure_segment(make_segment(CHAIN, 0, 4, codec="deflate"), KEYS)
-    await encrypted.put(other.data_name, other.data)
-    after = other.manifest.encode()
-    assert not await encrypted.replace(NAME, after, object_digest(before + b"x"))
-    assert await encrypted.get(NAME) == before
-    assert await encrypted.replace(NAME, after, object_digest(before))
-    assert await encrypted.get(NAME) == after
-
-
 async def test_what_is_not_encrypted_is_not_put(encrypted: KeyedStore) -> None:
     with pytest.raises(StoreError, match="not a manifest"):
         await encrypted.put(NAME, b"nonsense")
@@ -71,16 +58,6 @@ async def test_what_is_not_encrypted_is_not_put(encrypted: KeyedStore) -> None:
         await encrypted.put(NAME, FIRST.manifest.encode())
     with pytest.raises(StoreError, match="only a whole manifest"):
         await encrypted.get(NAME, 5, 10)
-
-
-async def test_encrypted_segments_are_found_by_their_pages(plain: LocalStore, encrypted: KeyedStore) -> None:
-    """Also by a server without the key, which only finds them."""
-    await put_segment(encrypted, FIRST)
-    (hit,) = (await encrypted.lookup(FOLDER, CHAIN)).hits
-    assert parts(await plain.lookup(FOLDER, CHAIN)) == [(0, 4)]
-    assert decode_manifest(hit.manifest).key_ids == KEYS.ids
-    for name in decode_manifest(hit.manifest).data_names:
-        assert FIRST.data[:16] not in (await plain.get(name) or FIRST.data)
 
 
 @pytest.mark.parametrize("keys", [NO_KEYS, OTHERS])

@@ -20,7 +20,7 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import Breaker
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.redis_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex, decode_entry
+from sgl_kvfetch.stores.redis_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex
 from tests.stores.conformance import failing
 
 STORE = "s3://bucket/prefix"
@@ -117,14 +117,6 @@ async def test_garbage_is_nothing_and_is_replaced(server: RedisProcess, pages: P
     server.client.delete(two)  # it claims a length that no segment has; TTL or a flush ends that
     await add(pages, 0, 4)
     assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
-
-
-def test_entries_have_a_fixed_form() -> None:
-    entry = Entry(0x0102, 3, bytes(range(32)))
-    assert entry.encode() == bytes([0, 0, 0, 0, 0, 0, 1, 2, 3, *range(32)])
-    assert decode_entry(entry.encode()) == entry
-    for value in (None, 5, b"", entry.encode()[:-1], b"\xff" * 41):
-        assert decode_entry(value) is None
 
 
 @pytest.mark.process

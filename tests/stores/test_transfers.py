@@ -108,18 +108,6 @@ async def test_a_connection_serves_one_range_after_another(start: Start) -> None
     assert len(server.requests) == 8  # ranges that are read at once have connections of their own
 
 
-async def test_an_answer_may_come_in_small_pieces(start: Start) -> None:
-    async def trickle(first: int, end: int, writer: asyncio.StreamWriter) -> None:
-        answer = head(first, end) + CONTENT[first:end]
-        for i in range(0, len(answer), 7):
-            writer.write(answer[i : i + 7])
-            await writer.drain()
-            await asyncio.sleep(0)
-
-    _, receiver, url = await start(trickle)
-    assert await read(receiver, url, 5, 205) == CONTENT[5:205]
-
-
 UNSIZED = b"HTTP/1.1 206 P\r\nContent-Range: bytes 0-99/1000\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import boto3
@@ -10,13 +8,13 @@ import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.small_segments import expiring, make_segment, page_hashes
+from harness.small_segments import make_segment, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
 from tests.segments import names, put_all, using
-from tests.tools.conftest import Stored, kvfetch, kvfetch_json, unchanged
+from tests.tools.conftest import Stored, kvfetch, unchanged
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(12)
@@ -56,23 +54,6 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
         result = kvfetch("gc", *options)
         assert result.exit_code == 2
         assert "another gc run holds the lock" in result.output
-
-
-@pytest.mark.process
-def test_a_bucket_without_an_index(s3: S3Server, later: Callable[[float], None]) -> None:
-    put_all(S3Store(URL), expiring(SEGMENTS[1], time.time() + 3600))
-    later(3000)
-    result = kvfetch("gc", URL, "--grace", "0")
-    assert result.exit_code == 0, result.output
-    assert result.output.startswith("deleted 0 segments, 0 of them expired, and 0 that are not whole")
-    later(4000)
-    summary = kvfetch_json("gc", URL, "--grace", "0", "--yes")
-    assert (summary["num_expired"], summary["evicted"]) == (1, [KEYS[1].stem])
-    assert not any(KEYS[1].stem in name for name in using(S3Store(URL), names))
-    summary = kvfetch_json("gc", URL, "--capacity", "1B", "--grace", "0", "--yes")
-    assert set(summary["evicted"]) == {KEYS[0].stem, KEYS[2].stem}
-    assert summary["deleted"]["num_bytes"] == summary["stored_bytes"]
-    assert using(S3Store(URL), names) == set()
 
 
 def test_it_shows_what_it_would_delete_and_asks(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
