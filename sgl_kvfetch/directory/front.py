@@ -291,22 +291,22 @@ class FrontStore(LocalStore):
                 return found
         return await super().notes(kind)
 
-    async def open_note(self, kind: NoteKind, name: str) -> OpenObject | None:
+    async def open_note(self, kind: NoteKind, name: str, length: int | None = None) -> OpenObject | None:
         opened = await super().open_note(kind, name)
         if opened is not None or kind is not PROFILES:
             return opened
         with self._asking("read"):
-            content = await self.upstream.get_note(kind, name)
+            content = await self.upstream.get_note(kind, name, length)
         if content is None:
             return None
-        try:
-            async with super().upload_note(kind, name, len(content)) as upload:
-                await upload.write(content)
-                await upload.commit()
-        except StoreError as e:  # the directory may have less room than the upstream
-            self._on_failure("keep", e)
-            return await asyncio.to_thread(files.in_memory, name, content)
-        return await super().open_note(kind, name)
+        if length is None:
+            try:
+                async with super().upload_note(kind, name, len(content)) as upload:
+                    await upload.write(content)
+                    await upload.commit()
+            except StoreError as e:  # the directory may have less room than the upstream
+                self._on_failure("keep", e)
+        return await super().open_note(kind, name) or await asyncio.to_thread(files.in_memory, name, content)
 
     @asynccontextmanager
     async def upload_note(self, kind: NoteKind, name: str, size_bytes: int) -> AsyncIterator[Upload]:

@@ -348,7 +348,7 @@ class LocalStore(AdminStore):
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
         kind.require(name, length)
-        opened = await self.open_note(kind, name)
+        opened = await self.open_note(kind, name, length)
         if opened is None:
             return None
         with opened.file as file, files.os_errors(f"reading {kind.one} {name}"):
@@ -364,8 +364,9 @@ class LocalStore(AdminStore):
             await upload.write(data)
             await upload.commit()
 
-    async def open_note(self, kind: NoteKind, name: str) -> OpenObject | None:
-        """Open a note for reading in pieces; the caller closes it. None if it is missing."""
+    async def open_note(self, kind: NoteKind, name: str, length: int | None = None) -> OpenObject | None:
+        """Open a note for reading in pieces; the caller closes it. None if it is missing. ``length``: how many of its
+        first bytes are wanted, if not all."""
         kind.require(name)
         return await self.workers.open(partial(self._open_note, kind, name))
 

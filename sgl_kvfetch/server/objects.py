@@ -176,7 +176,9 @@ class ObjectHandlers:
         return json_answer(Notes(list(await self._store.notes(_kind(request)))))
 
     async def get_note(self, request: web.Request) -> web.StreamResponse:
-        opened = await self._store.open_note(_kind(request), request.match_info["name"])
+        kind, span = _kind(request), _ONE_RANGE.fullmatch(request.headers.get("Range", ""))
+        head = None if span is None or int(span[2]) >= kind.checked_bytes else int(span[2]) + 1
+        opened = await self._store.open_note(kind, request.match_info["name"], head)
         if opened is None:
             return _no_note(request)
         with opened.file:

@@ -164,10 +164,11 @@ async def test_reads_go_on_while_the_upstream_is_away_and_writes_fail(pair: Pair
 async def test_profiles_are_the_upstreams(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = await publish_profile(pair.far, save(tmp_path), NO_KEYS)
     assert [info.name for info in await pair.near.notes(PROFILES)] == [name]
+    assert await pair.near.get_note(PROFILES, name, 4) == b"KVFP"
+    assert list((pair.root / "near").glob(".profiles/*/*")) == []  # not all of it was fetched for its head
     with monkeypatch.context() as patch:
         patch.setattr(NoteWriter, "open", Mock(side_effect=StoreError("full", "there is no room for a copy")))
-        content = await pair.near.get_note(PROFILES, name)
-    assert content is not None
+        content = await pair.near.get_note(PROFILES, name) or b""
     for store in (pair.near, pair.far):
         assert await store.get_note(PROFILES, name) == content
     assert await pair.near.delete_note(PROFILES, name)
