@@ -146,17 +146,18 @@ async def put_pin(store: AdminStore, pin: Pin) -> None:
     await store.put_note(PINS, pin.name, pin.encode())
 
 
-async def pinned_segments(store: AdminStore, folders: Collection[str]) -> set[SegmentKey]:
-    """Return the segments in these folders that lookups of the pinned prompts find. Raises StoreError."""
-    found: set[SegmentKey] = set()
+async def pinned_segments(store: AdminStore, keys: Collection[SegmentKey]) -> set[SegmentKey]:
+    """Return the segments that lookups of pins find, and those that end with a page of one. Raises StoreError."""
+    found, pages = set[SegmentKey](), set[bytes]()
     for info in await store.notes(PINS):
         pin = await get_pin(store, info.name)
         if pin is None:
             continue  # deleted meanwhile
-        for folder in folders:
+        pages.update(pin.page_hashes)
+        for folder in {key.namespace for key in keys}:
             hits = (await store.lookup(folder, pin.page_hashes)).hits
             found.update(decode_manifest(hit.manifest).key for hit in hits)
-    return found
+    return found.union(key for key in keys if key.last_page_hash in pages)  # lookups stop at gaps
 
 
 MAX_PROFILE_BYTES = 1 << 30  # with its header; of 405 billion weights it has about 1 GB

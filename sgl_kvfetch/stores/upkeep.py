@@ -220,7 +220,7 @@ async def plan_sweep(store: AdminStore, capacity_bytes: int | None, drop_levels:
     oldest_write_s = time.time() - ORPHAN_AGE_S
     # A segment with a newer object may be on its way to being written again, data first.
     expired = await store.expired([segment.key for segment in whole if segment.modified_s < oldest_write_s])
-    pinned = await pinned_segments(store, {segment.key.namespace for segment in whole})
+    pinned = await pinned_segments(store, [segment.key for segment in whole])
     # Of the data alone: a manifest is also replaced where nobody uses the segment, as when it becomes coarser.
     last_writes = {s.key: max(info.modified_s for info in s.data.values()) for s in whole}
     last_uses = {s.key: max(used or 0.0, last_writes[s.key]) for s, used in zip(whole, uses, strict=True)}

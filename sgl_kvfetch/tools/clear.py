@@ -79,7 +79,7 @@ def clear(
         """Delete what the options select, once the user has agreed. Return what it was."""
         opened = part.store
         segments = await select_segments(part, model)
-        kept = set() if pinned else await pinned_segments(opened, {segment.key.namespace for segment in segments})
+        kept = set() if pinned else await pinned_segments(opened, [s.key for s in segments if s.manifest is not None])
         free = [segment for segment in segments if segment.key not in kept]
         cleared = _summary(free, len(segments) - len(free))
         if cleared.num_pinned:

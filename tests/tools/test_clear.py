@@ -72,13 +72,14 @@ def test_data_without_a_manifest_is_no_segment(store: Path) -> None:
 
 
 def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
-    put_all(LocalStore(store), make_segment(page_hashes(8)[4:], 0, 4, model="a"))
-    using(LocalStore(store), lambda opened: put_pin(opened, Pin("pinned", 16, b"".join(CHAIN))))
+    chain = page_hashes(12)  # of which a part in the middle is gone
+    put_all(LocalStore(store), make_segment(page_hashes(4, "x"), 0, 4), make_segment(chain, 8, 4, model="a"))
+    using(LocalStore(store), lambda opened: put_pin(opened, Pin("pinned", 16, b"".join(chain))))
     result = kvfetch("clear", str(store), "--yes")
     assert result.exit_code == 0, result.output
-    assert "2 pinned segments stay; --pinned deletes them, too" in result.output
+    assert "3 pinned segments stay; --pinned deletes them, too" in result.output
     assert folders(store) == {A, B}
 
-    assert "4 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
+    assert "6 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
     assert folders(store) == set()
     assert "pinned" in kvfetch("pin", str(store)).output
