@@ -6,7 +6,6 @@ SGLang's multi-process mode, and SGLang sets that up after plugins are loaded.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -196,11 +195,9 @@ def record_certificates(ends: Mapping[str, float]) -> None:
 
 @contextmanager
 def counted(stage: str) -> Iterator[None]:
-    """Suppress every exception of a lookup or a fetch, and count it. The engine counts what it cancels."""
+    """Suppress every exception of a lookup or a fetch, and count it. What is cancelled ends; the engine counts it."""
     try:
         yield
-    except asyncio.CancelledError:
-        pass
     except (KVFetchError, TimeoutError) as e:
         count_miss(stage, e)
     except Exception:

@@ -530,6 +530,5 @@ def test_the_data_plane_ends_with_its_engine() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as engine:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())
-        assert state_of(pid) in "RSD"
         engine.kill()
     wait_until(lambda: state_of(pid) in ("Z", "gone"))

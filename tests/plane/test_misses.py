@@ -11,9 +11,10 @@ import pytest
 from harness.metrics import own_metric
 from sgl_kvfetch import log, metrics
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.metrics import count_miss, miss, reasons_here, record_reason, record_success
+from sgl_kvfetch.metrics import count_miss, counted, miss, reasons_here, record_reason, record_success
 from sgl_kvfetch.reasons import ADVICE, Reason
 from tests.plane.fetch.test_link import Clock
+from tests.reasons import assert_counted
 
 
 def test_each_request_has_its_own_reasons() -> None:
@@ -33,6 +34,18 @@ def test_each_request_has_its_own_reasons() -> None:
     assert asyncio.run(run()) == [["late", "sooner"], ["timeout", "sooner"]]
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="late") == before + 1
     record_reason("nobody's")
+
+
+async def test_a_bug_is_a_miss_and_what_is_cancelled_ends() -> None:
+    async def fetch() -> None:
+        with counted("fetch"):
+            await asyncio.Event().wait()
+        pytest.fail("it goes on with the next side pool")
+
+    with assert_counted("fetch", Reason.INTERNAL), counted("fetch"):
+        raise ZeroDivisionError
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(fetch(), 0.01)
 
 
 @pytest.fixture

@@ -385,10 +385,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             places: Sequence[int] = pool_pages if self._staged is None else range(min(len(keys), _BATCH_PAGES))
             deadline_s = self._deadline_s()
             here = slice(len(places) * self._pages.geometry.page_size)
-            packed = [
-                (each, self._begin_side(each, deadline_s, ends))
-                for each in self._sides.with_kv(keys[: len(places)], host_indices[here])
-            ]
             asked = FetchPages(
                 0,
                 b"".join(hash_bytes(keys[: len(places)])),
@@ -399,8 +395,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 is_divisible=prefetch.is_divisible,
                 is_idle=self._tell_idle(),
             )
-            fetch = self._plane.fetch(asked)
+            fetch = self._plane.fetch(asked)  # before side pages, whose deadline is that of the turn that this begins
             try:
+                packed = [
+                    (each, self._begin_side(each, deadline_s, ends))
+                    for each in self._sides.with_kv(keys[: len(places)], host_indices[here])
+                ]
                 awaited = _await(fetch.over, deadline_s + _GRACE_S, prefetch.why_given_up)
             finally:
                 fetch.end()

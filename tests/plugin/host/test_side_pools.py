@@ -222,7 +222,6 @@ def test_pages_of_another_size_are_misses(make: Make, served: Served) -> None:
 def test_windows_are_not_served_while_audits_try_again(make: Make, served: Served) -> None:
     backend = make(sides={SWA: make_side_pool()})
     store(backend, keys(2), {SWA: {1: 1}})
-    until_there(backend, keys(2), 2)
     served.service._auditor.is_trying = True
     assert backend.batch_exists_v2(keys(2), [transfer(["__placeholder__"])]).kv_hit_pages == 0
 
