@@ -503,9 +503,9 @@ class GpuLoader(Loader):
         launched.done.synchronize()
         wrong = {load: coded.num_wrong() for load, coded in launched.coded.items()} if launched.is_complete else {}
         num_wrong = sum(wrong.values())
-        if any(load.staged.code is not None for load in running.loads):
+        if self.restores_code and any(load.staged.code is not None for load in running.loads):
             self._failures = 0 if launched.is_complete and not num_wrong else self._failures + 1
-            if self.restores_code and self._failures >= _MOST_FAILURES:
+            if self._failures >= _MOST_FAILURES:
                 self._restore_no_more()
         for load in running.loads:
             load.on_end(launched.is_complete and not wrong.get(load))
@@ -524,6 +524,7 @@ class GpuLoader(Loader):
             "attached again",
             self._failures,
         )
+        self._failures = 0
 
     # On the loading thread
 
