@@ -221,11 +221,7 @@ def test_device_mode_needs_an_sglang_with_linkers() -> None:
         check_launch(args)
 
 
-@pytest.mark.parametrize(
-    ("asked", "huge_page", "expected"), [("kvfetch", "", "shm"), ("kvfetch", "2MB", "kvfetch"), ("file", "", "file")]
-)
-def test_the_host_pool_can_be_mapped_unless_the_user_wants_other_memory(
-    monkeypatch: pytest.MonkeyPatch, asked: str, huge_page: str, expected: str
-) -> None:
-    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", huge_page)
-    assert hooks.share_host_pool(asked) == expected
+def test_the_host_pool_can_be_mapped_unless_the_user_wants_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, huge_page, expected in (("kvfetch", "", "shm"), ("kvfetch", "2MB", "kvfetch"), ("file", "", "file")):
+        monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", huge_page)
+        assert hooks.share_host_pool(asked) == expected
