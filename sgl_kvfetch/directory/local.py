@@ -27,6 +27,7 @@ from sgl_kvfetch.directory.workers import Workers, on
 from sgl_kvfetch.directory.writing import DataWriter, Parts, PartsWriter, Upload, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores import (
     PINS,
     AdminStore,
@@ -47,7 +48,7 @@ from sgl_kvfetch.stores import (
 from sgl_kvfetch.stores.base import require_namespace
 from sgl_kvfetch.stores.wire import MAX_FOLDERS, MAX_LOOKUP_ANSWER_BYTES
 
-logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logging.getLogger(__name__))
 
 _PINNED_AT_ONCE = 256  # segments
 _PINNED_HASHES_AT_ONCE = 8192 * PAGE_HASH_BYTES  # bytes: tens of milliseconds of the catalog's lock
@@ -525,7 +526,7 @@ class LocalStore(AdminStore):
         try:
             call()
         except (StoreError, OSError) as e:
-            logger.warning("%s: %s", self.root, e)
+            _limited.warning(str(self.root), f"{self.root}: {e}")
 
     def look_again(self, manifest_name: str) -> None:
         """Compare a segment with its files in the background, and correct the catalog."""

@@ -41,7 +41,7 @@ from sgl_kvfetch.directory import files, notes, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, SegmentState
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
-from sgl_kvfetch.log import LimitedLogger, one_line
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.notes import MAX_PINNED_PART
 from sgl_kvfetch.stores.upkeep import LIVE_RANK_SQL, decode_named_manifest
@@ -519,7 +519,7 @@ class DiskRoom:
             try:
                 dropped = self.coarsen(name)
             except (FormatError, OSError) as e:  # such as a full disk
-                logger.warning("cannot make %s coarser: %s", name, one_line(e))
+                _limited.warning("coarser", f"cannot make {name} coarser: {e}")
                 continue
             freed += sum(dropped[name] for name in self.delete_unnamed(dropped))
         return freed

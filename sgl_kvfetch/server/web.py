@@ -22,7 +22,7 @@ from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.directory.local import FolderUsage
 from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, KVFetchError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, Namespace
-from sgl_kvfetch.log import one_line
+from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import AnswerTimes, Client, Failure, ServerMetrics
@@ -38,6 +38,7 @@ from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
 from sgl_kvfetch.types import first_to_last
 
 logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 
 _EVERY_S = 10.0  # between two samples of the history
@@ -187,8 +188,8 @@ class PageHandlers:
     async def _sample(self) -> None:
         try:
             self._metrics.record_usage(await self._store.usage())
-        except Exception:  # the next time it may do
-            logger.warning("cannot sample what the store does", exc_info=True)
+        except Exception as e:  # the next time it may do
+            _limited.warning("sample", f"cannot sample what the store does: {brief(e)}")
             return
         self._history.append(self._now())
         self._times.append(self._metrics.answers_by_time())
@@ -286,7 +287,7 @@ class PageHandlers:
             namespace = manifest.namespace
             kind = _Kind(_names(manifest), _cache(namespace), namespace.page_size, manifest.geometry.page_bytes)
         except KVFetchError as e:
-            logger.warning("cannot show the folder %s: %s", usage.folder, one_line(e))
+            _limited.warning("folder", f"cannot show the folder {usage.folder}: {e}")
             return _UNKNOWN
         except Exception:  # a writer's text that nobody thought of must not hide the other folders
             logger.exception("cannot show the folder %s", usage.folder)

@@ -264,7 +264,7 @@ async def test_a_log_that_may_not_grow_means_a_full_store(make: MakeStore) -> No
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.parametrize("why", ["read-only", "read-only after a kill", "full"])
-async def test_a_start_on_a_disk_that_takes_nothing_reads_what_is_there(tmp_path: Path, why: str) -> None:
+async def test_a_disk_that_takes_nothing_is_read(tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "kvfetch-test", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:  # noqa: ASYNC221
         pytest.skip("mounting is not allowed")
@@ -287,6 +287,8 @@ async def test_a_start_on_a_disk_that_takes_nothing_reads_what_is_there(tmp_path
         usage = await store.usage()
         assert usage.num_segments == 1
         assert usage.write_problem is not None
+        await store.workers.run("upkeep", lambda: None)
+        assert len(caplog.records) <= 1  # however often it tries to save when segments were used
         with pytest.raises(StoreError):
             await store.put(data_object(b"new"), b"new")
         if why == "full":

@@ -68,6 +68,16 @@ async def test_all_variants_lose_levels_alike(make: MakeStore) -> None:
     assert [variant.num_dropped for variant in decode_manifest(hit.manifest).variants] == [1, 1]
 
 
+async def test_a_broken_manifest_costs_a_line(
+    make: MakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make(drop_levels=1)
+    await fill(store, range(4))
+    (tmp_path / chain(0).manifest.key.manifest_name).write_bytes(b"broken")
+    await fill(store, range(4, 10))
+    assert sum("coarser" in record.message for record in caplog.records) <= 1
+
+
 async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore) -> None:
     """The levels before it count."""
     store = make(drop_levels=1)

@@ -132,7 +132,7 @@ async def test_a_reader_ends_what_is_fetched_behind_others(
     assert upstream.reads == [(0, 2), (2, SIZE - 2), (SIZE - 2, 2), (rest, SIZE - 2 - rest)]
 
 
-async def test_what_is_being_kept_is_read_from_the_disk(
+async def test_what_is_being_kept_is_read(
     node: FrontStore, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "_QUIET_S", WAIT_S)  # nothing is fetched behind readers

@@ -29,8 +29,6 @@ async def test_corrupt_manifests_are_skipped(store: LocalStore, tmp_path: Path) 
     content = bytearray(path.read_bytes())
     content[40] ^= 1
     path.write_bytes(content)
-    os.utime(path)
-    (tmp_path / FOLDER / "by somebody else").touch()  # the store's own changes cause no scan
     assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
 
 
@@ -119,7 +117,6 @@ async def test_only_regular_files_are_objects_and_links_are_not_followed(make: M
 async def test_a_pin_that_was_given_up_is_not_committed(store: LocalStore, tmp_path: Path) -> None:
     pin = Pin("", 1, bytes(32))
     writer = NoteWriter(tmp_path, PINS, pin.name, len(pin.encode()), None)
-    writer.open()
     writer.discard()
     with failing("invalid", "was given up"):
         store._pin(pin, writer)

@@ -21,7 +21,6 @@ from harness.store_process import StoreProcess
 from harness.waiting import until
 from sgl_kvfetch.codec import NO_KEYS, CodedSegment
 from sgl_kvfetch.directory import FrontStore
-from sgl_kvfetch.directory.notes import NoteWriter
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -167,7 +166,8 @@ async def test_profiles_are_the_upstreams(pair: Pair, tmp_path: Path, monkeypatc
     assert await pair.near.get_note(PROFILES, name, 4) == b"KVFP"
     assert list((pair.root / "near").glob(".profiles/*/*")) == []  # not all of it was fetched for its head
     with monkeypatch.context() as patch:
-        patch.setattr(NoteWriter, "open", Mock(side_effect=StoreError("full", "there is no room for a copy")))
+        full = Mock(side_effect=StoreError("full", "there is no room for a copy"))
+        patch.setattr("sgl_kvfetch.directory.notes.NoteWriter.open", full)
         content = await pair.near.get_note(PROFILES, name) or b""
     for store in (pair.near, pair.far):
         assert await store.get_note(PROFILES, name) == content

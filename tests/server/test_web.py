@@ -33,13 +33,8 @@ pytestmark = pytest.mark.process
 
 def test_a_namespace_says_how_its_cache_is_stored() -> None:
     """So that those that differ look different."""
-    namespace = replace(
-        NAMESPACE,
-        kv_dtype="float8_e4m3fn",
-        page_size=2,
-        first_layer=1,
-        model_dtype="dtype=float32;quantization=awq;flags=0123456789ab",
-    )
+    flags = "dtype=float32;quantization=awq;flags=0123456789ab"
+    namespace = replace(NAMESPACE, kv_dtype="float8_e4m3fn", page_size=2, first_layer=1, model_dtype=flags)
     said = "float8_e4m3fn, pages of 2, layers 1, dtype float32, quantization awq, flags 0123456789ab"
     assert pages._cache(namespace) == said
 
@@ -131,6 +126,13 @@ async def test_who_reads_and_writes_and_how_long_it_takes() -> None:
     for seconds in (0.002, 0.002, 60.0):
         metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", seconds, 0)
     assert metrics.answer_times(earlier) == {"read": AnswerTimes(0.003, inf)}
+
+
+async def test_samples_that_fail_cost_a_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
+    handlers = pages.PageHandlers(Mock(), Mock(), ServerMetrics(), Mock())  # of a store that answers nothing
+    for _ in range(3):
+        await handlers._sample()
+    assert len(caplog.records) <= 1
 
 
 async def test_what_a_store_shows_of_what_it_has_no_key_for(tmp_path: Path) -> None:

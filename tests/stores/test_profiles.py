@@ -61,18 +61,6 @@ async def test_a_profile_that_takes_more_than_exact_is_not_published(tmp_path: P
     assert list(await store.notes(PROFILES)) == []
 
 
-async def test_holders_of_keys_read(tmp_path: Path) -> None:
-    path, store = save(tmp_path), LocalStore(tmp_path / "store")
-    name = await publish_profile(store, path, KEYS)
-    assert path.read_bytes() not in (tmp_path / "store" / ".profiles" / name).read_bytes()
-    (listed,) = await list_profiles(store)
-    for keys in (KEYS, StoreKeys(b"n" * 32, KEY)):
-        assert await read_profile(store, listed, keys) == path.read_bytes()
-    with pytest.raises(FormatError, match=f"encrypted with the key {KEYS.ids[0]}, expected one of {OTHERS.ids[0]}"):
-        await read_profile(store, listed, OTHERS)
-    await store.close()
-
-
 @pytest.mark.parametrize("keys", [NO_KEYS, KEYS], ids=["no keys", "encrypted"])
 async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: StoreKeys) -> None:
     name, data = seal_profile(save(tmp_path), keys)

@@ -163,7 +163,6 @@ async def test_what_s3_says_is_told_without_xml(code: str, reason: str, said: st
 
 @pytest.mark.parametrize(("num_bytes", "reason"), [(2000, "protocol"), (50, "truncated")])
 async def test_a_body_in_chunks_is_as_long_as_its_head_says(num_bytes: int, reason: str) -> None:
-    """Or one without an end would fill the memory."""
     head = b"Content-Length: 100\r\nTransfer-Encoding: chunked\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT"
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (num_bytes, bytes(num_bytes))
     async with saying(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (head, body)) as url:

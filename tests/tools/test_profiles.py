@@ -80,6 +80,7 @@ def test_doctor_says_whether_a_profile_fits_the_prompts_and_is_used(
 def test_keys(tmp_path: Path, stored: Stored, key_file: Path) -> None:
     root, keys = stored.root, ("--key-file", str(key_file))
     digest = put(root, tmp_path, 1, *keys)
+    assert save(tmp_path, 1).read_bytes() not in (root / ".profiles" / WEIGHTS / digest).read_bytes()
     plain = put(root, tmp_path, 2)
     rows = kvfetch_json("profile", "list", str(root), *keys)
     assert [(row["digest"], row["is_newest"]) for row in rows] == [(plain, False), (digest, True)]
