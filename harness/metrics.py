@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engine import SGLangServer
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.tools.sglang_server import samples_of, total
+from sgl_kvfetch.tools.sglang_server import total
 
 
 def read_metric(text: str, name: str, **labels: str) -> float:
@@ -17,7 +18,8 @@ def read_metric(text: str, name: str, **labels: str) -> float:
 
     ``name`` is the sample's name, which ends in ``_total`` for a counter.
     """
-    return total(samples_of(text), name, **labels)
+    families = text_string_to_metric_families(text)
+    return total((sample for family in families for sample in family.samples), name, **labels)
 
 
 def own_metric(name: str, **labels: str) -> float:

@@ -170,14 +170,9 @@ async def server_samples(session: aiohttp.ClientSession, server: str) -> list[Sa
             return []
         raise
     try:
-        return samples_of(text)
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as e:
         raise StoreError("protocol", f"{server}/metrics: the answer is malformed: {one_line(e)}") from None
-
-
-def samples_of(metrics: str) -> list[Sample]:
-    """Return the samples in a text of ``/metrics``."""
-    return [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
 
 
 def total(samples: Iterable[Sample], name: str, **labels: str) -> float:

@@ -123,16 +123,19 @@ def _summary(plan: Plan, swept: Swept | None) -> dict[str, object]:
 
 
 def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
+    """Yield what gc has deleted, or would delete."""
     if swept is None:
         for segment in plan.doomed:
             yield f"{segment.key.stem}  {format_size(segment.stored_bytes)}"
         for each in plan.coarser:
             yield f"{each.segment.key.stem}  {format_size(each.num_bytes)}, {each.num_levels} levels"
     verb = "would delete" if swept is None else "deleted"
+    count = sum(each.num_levels for each in plan.coarser) if swept is None else swept.num_levels
+    levels = f", and {count} levels of others" if count else ""
     freed = format_size(plan.freed_bytes if swept is None else 0 if swept.are_kept else swept.num_bytes)
     yield (
         f"{verb} {len(plan.evicted)} segments, {plan.num_expired} of them expired, and {len(plan.broken)} that are not "
-        f"whole{_levels(plan, swept)}: {freed} of {format_size(plan.stored_bytes)}"
+        f"whole{levels}: {freed} of {format_size(plan.stored_bytes)}"
     )
     if swept is not None and swept.are_kept and swept.num_bytes:
         yield kept_line(swept.num_bytes)
@@ -141,11 +144,6 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
     if plan.oldest_use_s is not None:
         age, num_kept = format_age(time.time() - plan.oldest_use_s), plan.num_segments - len(plan.evicted)
         yield f"{num_kept} segments stay; the least recently used of them was last used {age} ago"
-
-
-def _levels(plan: Plan, swept: Swept | None) -> str:
-    count = sum(each.num_levels for each in plan.coarser) if swept is None else swept.num_levels
-    return f", and {count} levels of others" if count else ""
 
 
 @dataclass(slots=True)

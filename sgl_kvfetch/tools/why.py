@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,9 @@ from msgspec import Struct
 from prometheus_client.samples import Sample
 
 from sgl_kvfetch.codec import NO_KEYS, Manifest, StoreKeys, decode_manifest
-from sgl_kvfetch.errors import (
-    ConfigError,
-    FormatError,
-    NamespaceMismatchError,
-    StoreError,
-    UnsupportedError,
-)
-from sgl_kvfetch.keys import Labels, Namespace, label_of_request
+from sgl_kvfetch.codec.container.manifest import checked_namespace
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.keys import HeadSlice, Labels, Namespace, label_of_request
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
 from sgl_kvfetch.reasons import ADVICE, Reason, reason_of
@@ -462,7 +457,7 @@ class Diagnosis:
             wanted.require_same(manifest.namespace)
             if self.rank_heads and (set(self.rank_heads) & set(manifest.heads.heads)):
                 manifest.head_blocks(self.rank_heads)
-        except (FormatError, NamespaceMismatchError, UnsupportedError) as e:
+        except KVFetchError as e:
             return reason_of(e), str(e)
         stem = manifest.key.stem
         ours = self.keys
@@ -583,7 +578,9 @@ async def ask_status(session: ClientSession, server: str) -> Asked:
     try:
         states = msgspec.convert(info.get("internal_states", []), list[dict[str, Any]])
         statuses = [msgspec.convert(state[STATUS_KEY], ServerStatus) for state in states if STATUS_KEY in state]
-    except msgspec.ValidationError as e:
+        for each in statuses:
+            _require_known(each)
+    except (msgspec.ValidationError, KVFetchError, ValueError, OverflowError) as e:
         raise ConfigError(f"--server {server} has another version of kvfetch: {e}") from e
     status = None
     if statuses:  # one for each replica of data parallelism, which serve alike
@@ -592,6 +589,13 @@ async def ask_status(session: ClientSession, server: str) -> Asked:
     samples = await server_samples(session, server)
     is_paused = total(samples, "sgl_kvfetch_store_down") > 0
     return Asked(info["page_size"], status, is_paused, list(_unwritten(status, samples)))
+
+
+def _require_known(status: ServerStatus) -> None:
+    """Raise KVFetchError, ValueError or OverflowError for words that we do not know, and numbers out of bounds."""
+    _ = HeadSlice(checked_namespace(asdict(status.namespace)), range(status.first_head, status.end_head)).geometry
+    for each in status.recent:
+        _ = Reason(each.reason or Reason.LATE), bytes.fromhex(each.first_hash + each.found_hash), when(each.at_s)
 
 
 def _unwritten(status: ServerStatus | None, samples: Sequence[Sample]) -> Iterator[str]:

@@ -13,7 +13,6 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_iden
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.tools.encoder import Target, cheapest_variant, make_targets, transcode
 from sgl_kvfetch.types import KVGeometry
-from tests.golden.make import CASES
 from tests.segments import SMALL, make_segment
 
 WIDE = KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=64, dtype="bfloat16")
@@ -46,17 +45,6 @@ def test_transcoding_keeps_all_parts(name: str, codec: str) -> None:
         assert decoded_equal(made, index, source, 0)
         assert variant.codecs <= {variant.codec, "raw", "zstd", "ans-tables"}
     assert decode_manifest(made.manifest.encode()) == made.manifest
-
-
-def test_ans_becomes_video_and_comes_back_without_a_profile() -> None:
-    case = CASES["klt-ans"]
-    manifest = decode_manifest(case.path("kvm").read_bytes())
-    ans, hevc = make_targets(["ans", "hevc"], ["240p", "480p"])[:2]
-    assert (ans, hevc) == (Target("ans", "flat"), Target("hevc", "240p"))
-    video = transcode(manifest, case.data(0), (hevc,), 0)
-    assert video.data == case.data(1)
-    assert transcode(video.manifest, video.data, (ans,)).data == case.data(0)
-    assert cheapest_variant(manifest) == 0
 
 
 def test_variants_share_an_object_unless_spans_fill_their_resolutions() -> None:

@@ -334,6 +334,13 @@ def test_what_a_server_did_with_a_prompt(tmp_path: Path) -> None:
     assert only_reason(found) == (Reason.NEVER_WRITTEN, 4, 8)
 
 
+@pytest.mark.parametrize("changes", [{"recent": [decided("a", "later", 8, 3)]}, {"end_head": 1 << 40}])
+def test_a_server_that_tells_what_we_do_not_know_has_another_version(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with told_by_a_server(status_of(**changes)) as url:
+        result = kvfetch("why", str(tmp_path), "--server", url, "--request", "a")
+    assert (result.exit_code, "has another version of kvfetch: " in result.stderr) == (2, True)
+
+
 def test_a_request(tmp_path: Path) -> None:
     store(tmp_path, coded())
     recent = [decided("a", Reason.TIMEOUT, 8, 3), decided("b", "", 8, 8), decided("c", "", 5, 5)]
