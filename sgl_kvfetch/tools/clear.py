@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores.notes import pinned_segments
 from sgl_kvfetch.stores.upkeep import (
@@ -79,7 +80,8 @@ def clear(
         """Delete what the options select, once the user has agreed. Return what it was."""
         opened = part.store
         segments = await select_segments(part, model)
-        kept = set() if pinned else await pinned_segments(opened, [s.key for s in segments if s.manifest is not None])
+        keys = [segment.key for segment in segments if segment.manifest is not None]
+        kept = set() if pinned else await pinned_segments(opened, keys)
         free = [segment for segment in segments if segment.key not in kept]
         cleared = _summary(free, len(segments) - len(free))
         if cleared.num_pinned:
@@ -89,6 +91,8 @@ def clear(
             return cleared
         if not yes:
             ask_to_delete(err=as_json)
+            if not pinned and await pinned_segments(opened, keys) - kept:
+                raise ConfigError("nothing was deleted: more segments are pinned than when it was asked")
         if model is None and not cleared.num_pinned:
             swept = Swept(await opened.delete_prefix(part.prefix))  # a few requests, whatever the number of segments
         else:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from harness.serving import serving
 from harness.small_segments import head_slice, make_segment, page_hashes
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.tools.terminal import format_size
 from tests.segments import names, put_all, using
-from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
+from tests.tools.conftest import kvfetch, kvfetch_json, said as told, unchanged
 
 CHAIN = page_hashes(4)
 A, B = (head_slice(model).folder for model in "ab")
@@ -36,19 +39,14 @@ def folders(root: Path) -> set[str]:
     ],
 )
 def test_what_goes_and_what_stays(store: Path, part: str, options: tuple[str, ...], said: str, left: set[str]) -> None:
-    result = kvfetch("clear", f"{store}{part}", *options)
-    assert result.exit_code == 0, result.output
-    assert all(words in result.output for words in said.split(" ... "))
+    output = told("clear", f"{store}{part}", *options)
+    assert all(words in output for words in said.split(" ... "))
     assert folders(store) == left
 
 
 @pytest.mark.parametrize(
     ("options", "exit_code", "said"),
-    [
-        ((), 2, "add --yes"),
-        (("--model", "c", "--yes"), 1, "nothing is stored of --model 'c'; stored: a, b"),
-        (("--model", "", "--yes"), 1, "nothing is stored of --model ''; stored: a, b"),
-    ],
+    [((), 2, "add --yes"), (("--model", "", "--yes"), 1, "nothing is stored of --model ''; stored: a, b")],
 )
 def test_nothing_goes(store: Path, options: tuple[str, ...], exit_code: int, said: str) -> None:
     """Without an answer, or of a model that is not stored."""
@@ -75,11 +73,21 @@ def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
     chain = page_hashes(12)  # of which a part in the middle is gone
     put_all(LocalStore(store), make_segment(page_hashes(4, "x"), 0, 4), make_segment(chain, 8, 4, model="a"))
     using(LocalStore(store), lambda opened: put_pin(opened, Pin("pinned", 16, b"".join(chain))))
-    result = kvfetch("clear", str(store), "--yes")
-    assert result.exit_code == 0, result.output
-    assert "3 pinned segments stay; --pinned deletes them, too" in result.output
+    assert "3 pinned segments stay; --pinned deletes them, too" in told("clear", str(store), "--yes")
     assert folders(store) == {A, B}
 
     assert "6 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
     assert folders(store) == set()
     assert "pinned" in kvfetch("pin", str(store)).output
+
+
+def test_what_is_pinned_while_the_user_thinks_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin_and_agree(err: bool) -> None:
+        with ThreadPoolExecutor(1) as another:
+            another.submit(using, HttpStore(url), lambda opened: put_pin(opened, pin)).result()
+
+    pin = Pin("pinned", 16, b"".join(CHAIN))
+    monkeypatch.setattr("sgl_kvfetch.tools.clear.ask_to_delete", pin_and_agree)
+    with serving(store) as url:
+        assert "nothing was deleted: more segments are pinned" in kvfetch("clear", url).stderr
+    assert folders(store) == {A, B}
