@@ -665,5 +665,5 @@ def _http_date_s(value: str | None) -> float:
         return 0.0
     try:
         return parsedate_to_datetime(value).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0

@@ -364,7 +364,7 @@ class S3Store(RemoteStore):
                 if "<Code>" not in str(e) and "performing HEAD" not in str(e):
                     raise StoreError("protocol", f"{what}: status 404, but not from an S3 store: {_text(e)}") from e
                 return None
-            except BaseError as e:
+            except (BaseError, ValueError) as e:  # the latter for times that Python does not have
                 raise _store_error(what, e) from e
 
 
@@ -424,7 +424,7 @@ def _client_options(options: HttpOptions, scheme: str) -> ClientConfig:
     return client
 
 
-def _store_error(what: str, error: BaseError) -> StoreError:
+def _store_error(what: str, error: Exception) -> StoreError:
     """Return obstore's error as ours. Its messages are all that tells one cause from another."""
     message, detail = f"{what}: {_text(error)}", str(error)
     if _OF_METADATA.search(detail):

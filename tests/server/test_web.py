@@ -129,9 +129,8 @@ async def test_who_reads_and_writes_and_how_long_it_takes() -> None:
 
 
 async def test_samples_that_fail_cost_a_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
-    handlers = pages.PageHandlers(Mock(), Mock(), ServerMetrics(), Mock())  # of a store that answers nothing
-    for _ in range(3):
-        await handlers._sample()
+    for _ in range(3):  # of a store that answers nothing
+        await pages.PageHandlers(Mock(), Mock(), ServerMetrics(), Mock())._sample()
     assert len(caplog.records) <= 1
 
 

@@ -16,7 +16,7 @@ from harness.faults import Fault, FaultyProxy
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
-from sgl_kvfetch.stores import PINS, PROFILES, HttpOptions, SegmentHit, wire
+from sgl_kvfetch.stores import PINS, PROFILES, HttpOptions, SegmentHit, http, wire
 from sgl_kvfetch.stores.http import HttpStore
 from tests.stores.conformance import failing
 from tests.stores.conftest import saying
@@ -159,6 +159,7 @@ async def test_invalid_answers(answering: Start) -> None:
         assert await reason_of(store.lookup(FOLDER, page_hashes(3))) == "protocol", body[:50]
     for body in LISTINGS:
         assert await reason_of(anext(aiter(store.list()))) == "protocol", body[:50]
+    assert http._http_date_s("Mon, 01 Jan 99999999999 00:00:00 GMT") == 0
     body = b'{"deleted": 1}'
     assert await reason_of(store.report_damage(SEGMENT.manifest.key.manifest_name)) == "protocol"
     body = NESTED

@@ -161,12 +161,12 @@ async def test_what_s3_says_is_told_without_xml(code: str, reason: str, said: st
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize(("num_bytes", "reason"), [(2000, "protocol"), (50, "truncated")])
-async def test_a_body_in_chunks_is_as_long_as_its_head_says(num_bytes: int, reason: str) -> None:
-    head = b"Content-Length: 100\r\nTransfer-Encoding: chunked\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT"
-    body = b"%x\r\n%b\r\n0\r\n\r\n" % (num_bytes, bytes(num_bytes))
+@pytest.mark.parametrize(("size", "hour", "reason"), [(999, 1, "protocol"), (50, 1, "truncated"), (9, 0, "protocol")])
+async def test_an_answer_s_length_and_date_are_checked(size: int, hour: int, reason: str) -> None:
+    head = b"Content-Length: 100\r\nTransfer-Encoding: chunked\r\nLast-Modified: 1 Jan 0001 0%d:00:00 +0100" % hour
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, bytes(size))
     async with saying(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (head, body)) as url:
-        with failing(reason, "of 100 bytes|the 100 bytes"):
+        with failing(reason, "of 100 bytes|the 100 bytes|year 0 is out of range"):
             await S3Store(URL, config=s3_config(url), options=HttpOptions(max_attempts=1)).get(NAME)
 
 
