@@ -94,7 +94,7 @@ class Calibration(msgspec.Struct, frozen=True):
     weights: str  # fingerprint, as in the namespace
     text: str
     num_windows: int
-    context_tokens: int
+    context_tokens: Annotated[int, Meta(ge=1)]
     continuation_tokens: int
     notes: tuple[str, ...] = ()
     part: str = ""  # of the text, as FROM:TO
