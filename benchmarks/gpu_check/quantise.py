@@ -37,7 +37,6 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
         READ_BUFFER_BYTES,
         KltReads,
         Others,
-        PinnedBuffer,
         PoolCell,
         SlotReader,
         others_in,
@@ -55,7 +54,7 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
     reads = KltReads(device, stream, quantiser, cells)
     raw = torch.uint8 if dtype.itemsize == 1 else dtype
     buffers = {tensor: [x.view(raw) for x in layers] for tensor, layers in zip(TENSORS, pool, strict=True)}
-    reader = SlotReader(device, stream, PinnedBuffer(device, READ_BUFFER_BYTES), buffers, dtype)
+    reader = SlotReader(device, stream, device.pinned(READ_BUFFER_BYTES), buffers, dtype)
     if fault := reads.trial():
         record.fail(fault)
     first_s = time.perf_counter() - started_s

@@ -44,7 +44,11 @@ class Scheduler:
         self.parked ^= {handle}
         self.changed.append(handle)
 
-    def form(self, *admit: int, preempt: Sequence[int], refuse: Sequence[int]) -> None:
+    def form(
+        self, *admit: int, preempt: Sequence[int] = (), refuse: Sequence[int] = (), compiled: Sequence[int] = ()
+    ) -> None:
+        for handle in compiled:  # their grammars
+            self.waiting_queue.append(Request(handle))
         self.seen = self.waiting
         for handle in refuse:  # for others that come, where the queue is full
             self.waiting_queue.pop(self.waiting.index(handle))
@@ -53,8 +57,8 @@ class Scheduler:
         for handle in preempt:
             self.waiting_queue.append(Request(handle))
 
-    def step(self, *admit: int, preempt: Sequence[int] = (), refuse: Sequence[int] = ()) -> list[int]:
-        form_batch(Scheduler.form, self, *admit, preempt=preempt, refuse=refuse)
+    def step(self, *admit: int, **changes: Sequence[int]) -> list[int]:
+        form_batch(Scheduler.form, self, *admit, **changes)
         return self.seen
 
     @property
@@ -92,6 +96,17 @@ def test_the_linker_is_told_when_the_device_computes_beside_a_step(scheduler: Sc
     assert [told.kwargs["is_beside"] for told in scheduler.linker.step.call_args_list] == [False, True, False]
 
 
+def test_requests_whose_grammar_is_compiled_arrive_before_they_are_admitted() -> None:
+    scheduler = Scheduler()
+    scheduler.step()
+    scheduler.parked.add(1)
+    assert scheduler.step(2, compiled=[1, 2, 3]) == [2, 3]
+    assert scheduler.waiting == [1, 3]
+    assert scheduler.step(3) == [3]
+    assert scheduler.step() == []
+    assert scheduler.linker.prefixes.leave.call_args_list == [call("2"), call("3")]
+
+
 def test_other_caches_are_left_alone(scheduler: Scheduler) -> None:
     scheduler.tree_cache = SimpleNamespace()
     assert scheduler.step() == [1, 2, 3, 4]
@@ -99,14 +114,15 @@ def test_other_caches_are_left_alone(scheduler: Scheduler) -> None:
 
 
 def test_random_histories_against_one_plain_list() -> None:
-    """Some requests return while a batch is formed, and others are refused for them."""
+    """Some requests return while a batch is formed, and others are refused for them; the grammars of some are compiled
+    until then."""
     rng, scheduler = random.Random(0), Scheduler()
     plain: list[int] = []
     for handle in range(2000):
         if rng.random() < 0.5:
             scheduler.toggle(handle)
-        returns = rng.random() < 0.3
-        if not returns:
+        returns, is_compiled = rng.choice([(False, False), (True, False), (False, True)])
+        if not returns and not is_compiled:
             scheduler.waiting_queue.append(Request(handle))
             plain.append(handle)
         for other in rng.sample(plain, min(len(plain), rng.randrange(4))):
@@ -114,10 +130,12 @@ def test_random_histories_against_one_plain_list() -> None:
         if plain and rng.random() < 0.4:
             victim = plain.pop(rng.randrange(len(plain)))
             scheduler.waiting_queue.pop(scheduler.waiting.index(victim))
+        compiled = [handle] * is_compiled
+        plain += compiled
         ready = [each for each in plain if each not in scheduler.parked]
         gone = rng.sample(ready, min(len(ready), rng.randrange(3)))
         refused, admitted = (gone[:1], gone[1:]) if returns else ([], gone)
-        assert scheduler.step(*admitted, preempt=[handle] * returns, refuse=refused) == ready
+        assert scheduler.step(*admitted, preempt=[handle] * returns, refuse=refused, compiled=compiled) == ready
         plain = [each for each in plain if each not in gone] + [handle] * returns
         assert scheduler.waiting == plain
 

@@ -144,25 +144,6 @@ def _range(begin: int, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([begin], dtype=np.int64), np.array([num_bytes], dtype=np.int64)
 
 
-class PinnedBuffer:
-    """``num_bytes`` of either memory, lent to one reader at a time. Thread-safe."""
-
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._host = device.pinned(num_bytes)
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def lend(self, num_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Lend ``num_bytes`` of the host's and of the device's memory, uint8. When the reader returns them, the device
-        must have finished with them. Raises UnsupportedError if there are too few."""
-        if num_bytes > self.num_bytes:
-            raise UnsupportedError(f"{num_bytes} bytes do not fit into a buffer of {self.num_bytes}")
-        with self._lock:
-            yield self._host[:num_bytes], self._device[:num_bytes]
-
-
 _TRIAL_TOKENS = 512  # as many rows as a product of a block has in each dimension
 _TRIAL_FACTOR = 0.83  # puts coefficients between integers, where errors of a product show
 CellOutputs = tuple[list[torch.Tensor], list[torch.Tensor]]  # K's and V's buffers, one a layer
@@ -319,12 +300,14 @@ class SlotReader:
         self,
         device: Device,
         stream: Stream,
-        pinned: PinnedBuffer,
+        pinned: torch.Tensor,
         buffers: Mapping[TensorName, Sequence[torch.Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        """``buffers``: of raw values, one a layer. ``dtype``: what these are."""
+        """``pinned``: where side pages come first, uint8. ``buffers``: of raw values, one a layer. ``dtype``: what
+        these are."""
         self._device, self._stream, self._pinned = device, stream, pinned
+        self._pinned_lock = threading.Lock()  # held while it is copied to and from
         self._buffers, self._dtype = buffers, dtype
         self._token_bytes = sum(x[0].nbytes for layers in buffers.values() for x in layers)
         self._memory: PinnedMemory | None = None  # that was last read into
@@ -383,9 +366,10 @@ class SlotReader:
         on the device, one page after another."""
         size = buffers.page_size
         out = torch.empty((len(slots) // size, buffers.page_bytes), dtype=torch.uint8)
-        for part in buffers.parts(len(out), self._pinned.num_bytes):
+        for part in buffers.parts(len(out), len(self._pinned)):
             pages, columns = part.pages, part.columns
-            with self._pinned.lend(len(pages) * len(columns)) as (host, _):
+            host = self._pinned[: len(pages) * len(columns)]
+            with self._pinned_lock:
                 of_part = slots[pages.start * size : pages.stop * size]
                 self._device.launch(self._stream, partial(_bring_side, buffers, of_part, part.buffers, host))
                 self._device.mark(self._stream).synchronize()
@@ -451,7 +435,7 @@ class SideRun:
 
 MiB = 1 << 20
 
-READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the device, for side pages
+READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, for side pages
 
 _TABLE_BYTES = 64 * MiB  # of rotations that are kept, 512 KiB each for a span of 1024 tokens
 _TABLE_SHARE = 16  # or one part in so many of what is free on the device at the start, if that is less
@@ -485,7 +469,7 @@ class CudaPages(SlotPages):
         self._forward_stream = forward_stream
         self._reads = device.new_stream()
         self._pool_streams = [self._reads]  # that use the pool
-        self._read_buffer = PinnedBuffer(device, read_buffer_bytes)
+        self._read_buffer = device.pinned(read_buffer_bytes)
         self._reader = SlotReader(device, self._reads, self._read_buffer, self._buffers, self._dtype)
         self._uploads = device.new_stream()
         self._lock = threading.Lock()  # guards the inverses
@@ -507,7 +491,7 @@ class CudaPages(SlotPages):
 
     def open_side_reads(self, buffers: SideBuffers, slots: torch.Tensor) -> ReadSidePage:
         there = self._for_reads(slots)
-        return SideRun(self._reader, buffers, there, self._read_buffer.num_bytes, self.fences()).read
+        return SideRun(self._reader, buffers, there, len(self._read_buffer), self.fences()).read
 
     def _for_reads(self, slots: torch.Tensor) -> torch.Tensor:
         there = slots.to(torch.int64)

@@ -43,7 +43,7 @@ class WaitingQueue(list[Any]):
         self._requests: dict[Any, Any] = {}  # by handle
         self._num_arrived = 0
         self._parked: dict[Any, None] = {}
-        self.ready: list[Any] = []
+        self.ready: list[Any] = _Ready(self)
         self.extend(requests)
 
     def append(self, request: Any) -> None:
@@ -55,7 +55,7 @@ class WaitingQueue(list[Any]):
         if self._is_parked(request.cache_request_handle):
             self._parked[request] = None
         else:
-            self.ready.append(request)
+            self.ready += [request]
 
     def form_batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Run SGLang's forming of a batch while the scheduler sees only the requests that are ready."""
@@ -64,7 +64,7 @@ class WaitingQueue(list[Any]):
             return original(scheduler, *args, **kwargs)
         finally:
             left, scheduler.waiting_queue = scheduler.waiting_queue, self
-            if left != before:
+            if left is not self.ready or left != before:
                 self._formed(before, left)
 
     def extend(self, requests: Iterable[Any]) -> None:
@@ -95,10 +95,10 @@ class WaitingQueue(list[Any]):
             bisect.insort(self.ready, request, key=self._order.__getitem__)
 
     def _formed(self, before: list[Any], left: list[Any]) -> None:
-        """Update the queue after a batch was formed. ``before``: the requests that were ready. ``left``: those that
-        still are, in any order, and new ones."""
-        gone = {*before}.difference(left)
-        self.ready = [request for request in left if request in self._order]
+        """Update the queue after a batch was formed. ``before``: the requests that were ready before it. ``left``:
+        those that still are, in any order, and new ones."""
+        gone = {*before, *self.ready}.difference(left)
+        self.ready[:] = [request for request in left if request in self._order]
         if gone:
             self[:] = [request for request in self if request not in gone]
             for request in gone:
@@ -109,6 +109,18 @@ class WaitingQueue(list[Any]):
         del self._order[request]
         self._requests.pop(request.cache_request_handle, None)
         self._on_leave(request)
+
+
+class _Ready(list[Any]):
+    """What SGLang sees while it forms a batch. Whom it adds then, as when a grammar is compiled, arrives before it is
+    admitted."""
+
+    def __init__(self, queue: WaitingQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def append(self, request: Any) -> None:
+        self._queue.append(request)
 
 
 def wanted_tokens(request: Any, page_size: int) -> int:
@@ -189,7 +201,7 @@ def _free_tokens(scheduler: Any) -> float:
 def _wanted_tokens(scheduler: Any) -> int:
     """Return how many tokens of the pool are wanted, at most, to admit the next request beside those that run."""
     queue = scheduler.waiting_queue
-    ready = queue.ready if isinstance(queue, WaitingQueue) else queue
+    ready = getattr(queue, "ready", queue)
     if not ready:
         return 0
     return wanted_tokens(ready[0], scheduler.tree_cache.page_size) + reserved_tokens(scheduler)
@@ -205,7 +217,7 @@ def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:
     """Let a request that was queued arrive."""
     span = span_of(request) if timeline.is_traced() else None
     queue = scheduler.waiting_queue
-    is_idle = isinstance(queue, WaitingQueue) and not queue.ready and not _runs(scheduler)
+    is_idle = not getattr(queue, "ready", queue) and not _runs(scheduler)
     linker.arrive(request, scheduler.tree_cache, span, is_idle=is_idle)
 
 
