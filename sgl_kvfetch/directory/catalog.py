@@ -144,8 +144,7 @@ class Catalog:
         self._path = root / FOLDER / "catalog.sqlite"
         self._writer_lock = threading.Lock()
         self._local = threading.local()
-        self._generation = 0  # of what readers read: it is another database, or comes another way
-        self._is_frozen = False  # whether a reader reads the database alone, as nobody can write it
+        self._generation = 0  # of the database: how many were discarded
         self._writer: tuple[int, sqlite3.Connection | None] = 0, None  # with its generation, as each reader
         self._write_error: str | None = None
         self._is_checked = False
@@ -200,12 +199,12 @@ class Catalog:
     def reading(self) -> Iterator[sqlite3.Connection | None]:
         """Open a snapshot for lookups, which no writer delays. Yield None if there is no catalog."""
         with self._errors():
-            generation, db = getattr(self._local, "reader", (0, None))
-            if db is None or generation != self._generation:
+            generation, db, is_frozen = getattr(self._local, "reader", (0, None, False))
+            if db is None or generation != self._generation or (is_frozen and self._writer[1] is not None):
                 generation, db = self._generation, None
                 with suppress(FileNotFoundError, NotADirectoryError):
-                    db = self._connect_reader()
-                    self._local.reader = generation, db
+                    db, is_frozen = self._connect_reader()
+                    self._local.reader = generation, db, is_frozen
                     self._readers.append(db)
             if db is None:
                 yield None
@@ -294,8 +293,6 @@ class Catalog:
             db = self._connect()
         if db.execute("SELECT is_counted FROM totals").fetchone() == (0,):
             self._on_uncounted()
-        self._generation += self._is_frozen
-        self._is_frozen = False
         self._writer = self._generation, db
         return db
 
@@ -315,17 +312,17 @@ class Catalog:
             raise
         self._is_checked = True
 
-    def _connect_reader(self) -> sqlite3.Connection:
+    def _connect_reader(self) -> tuple[sqlite3.Connection, bool]:
         """Connect for lookups. A full disk has no room for SQLite's shared memory: then nobody writes, and the log, if
-        it is empty, has nothing that the database lacks. Raises as `_connect` does."""
+        it is empty, has nothing that the database lacks. Return whether that holds: the connection sees no writes.
+        Raises as `_connect` does."""
         try:
-            return self._connect()
+            return self._connect(), False
         except sqlite3.OperationalError:
             log = Path(f"{self._path}-wal")
-            if log.exists() and log.stat().st_size:
+            if self._writer[1] is not None or (log.exists() and log.stat().st_size):
                 raise
-            self._is_frozen = True
-            return self._connect("ro&immutable=1")
+            return self._connect("ro&immutable=1"), True
 
     def _connect(self, mode: str = "") -> sqlite3.Connection:
         """Connect to the database. Raises FileNotFoundError if there is none: SQLite would make an empty one."""
