@@ -56,9 +56,8 @@ def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: 
         gate_launch(_args())  # selected in Python
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
+def test_the_config_is_checked_before_a_model_is_loaded() -> None:
+    cases: list[tuple[Any, str]] = [
         ({"store": "s3://bucket/prefix", "index": "redis://index", "s3": {"regoin": "x"}}, "'regoin' is not valid"),
         ({"store": "http://kv:99999"}, "'http://kv:99999' is malformed: Port out of range"),
         (STORE | {"codec": "gif"}, "codec = 'gif': .*hevc"),
@@ -68,11 +67,10 @@ def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: 
         ("[1]", r"\[1\].*JSON object"),
         ("@/no/such/file.json", r"/no/such/file\.json.* cannot be read.*: expected a JSON object"),
         (None, "store"),
-    ],
-)
-def test_the_config_is_checked_before_a_model_is_loaded(extra: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_launch(_args(extra))
+    ]
+    for extra, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            check_launch(_args(extra))
 
 
 @pytest.mark.process
@@ -90,18 +88,15 @@ def test_a_process_checks_the_access_to_the_store(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("imported", "absent"),
-    [
+def test_what_a_launch_imports() -> None:
+    for imported, absent in (
         ("plane.access", "torch"),  # each launch waits for this process
         # prometheus_client decides at import whether several processes share metrics; SGLang sets that up later.
         ("plugin.register plugin.launch_check plugin.hooks plugin.device.waiting_queue", "sgl_kvfetch.metrics"),
-    ],
-)
-def test_what_a_launch_imports(imported: str, absent: str) -> None:
-    modules = ", ".join(f"sgl_kvfetch.{name}" for name in imported.split())
-    code = f"import sys, {modules}; sys.exit({absent!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
+    ):
+        modules = ", ".join(f"sgl_kvfetch.{name}" for name in imported.split())
+        code = f"import sys, {modules}; sys.exit({absent!r} in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 
 
 def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -134,42 +129,39 @@ def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.Mon
         check_launch(_args("no JSON"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_unsupported_flags_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"hicache_mem_layout": "page_first_kv_split"}, "page_first_kv_split: use page_first_direct"),
         ({"disaggregation_decode_enable_offload_kvcache": True}, "decode-enable-offload"),
         ({"hicache_host_memory_mode": "buffer_only", "pp_size": 2}, "buffer_only and --pp-size 2"),
         ({"dllm_algorithm": "x", "enable_hierarchical_cache": False}, "--dllm-algorithm: SGLang has no host tier"),
-    ],
-)
-def test_unsupported_flags_are_refused(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        check_launch(_args(**flags))
+    ]
+    for flags, message in cases:
+        with pytest.raises(UnsupportedError, match=message):
+            check_launch(_args(**flags))
 
 
-@pytest.mark.parametrize(
-    ("flags", "flag"),
-    [
-        ({"disable_radix_cache": True}, "--disable-radix-cache"),
-        ({"radix_cache_backend": "other"}, "--radix-cache-backend"),
-        ({"enable_lmcache": True}, "--enable-lmcache"),
-        ({"enable_flexkv": True}, "--enable-flexkv"),
-        ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
-        ({"enable_streaming_session": True}, "--enable-streaming-session"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"pp_size": 2}, "--pp-size"),
-        ({"enable_pdmux": True}, "--enable-pdmux"),
-        ({"enable_dp_attention": True}, "--attn-dp-size"),
-        ({"attn_dp_size": 2}, "--attn-dp-size"),
-        ({"attn_cp_size": 2}, "--attention-context-parallel-size"),
-        ({"dcp_size": 2}, "--decode-context-parallel-size"),
-    ],
-)
-def test_flags_unsupported_in_device_mode_are_refused(flags: dict[str, Any], flag: str) -> None:
-    check_launch(_args(**flags))
-    with pytest.raises(UnsupportedError, match=rf"device mode.*work with {flag}: .*add --enable-hierarchical-cache"):
-        check_launch(_args(enable_hierarchical_cache=False, **flags))
+def test_flags_unsupported_in_device_mode_are_refused() -> None:
+    for name, value, flag in (
+        ("disable_radix_cache", True, "--disable-radix-cache"),
+        ("radix_cache_backend", "other", "--radix-cache-backend"),
+        ("enable_lmcache", True, "--enable-lmcache"),
+        ("enable_flexkv", True, "--enable-flexkv"),
+        ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
+        ("enable_streaming_session", True, "--enable-streaming-session"),
+        ("disaggregation_mode", "prefill", "--disaggregation-mode"),
+        ("pp_size", 2, "--pp-size"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("enable_dp_attention", True, "--attn-dp-size"),
+        ("attn_dp_size", 2, "--attn-dp-size"),
+        ("attn_cp_size", 2, "--attention-context-parallel-size"),
+        ("dcp_size", 2, "--decode-context-parallel-size"),
+    ):
+        check_launch(_args(**{name: value}))
+        with pytest.raises(
+            UnsupportedError, match=rf"device mode.*work with {flag}: .*add --enable-hierarchical-cache"
+        ):
+            check_launch(_args(enable_hierarchical_cache=False, **{name: value}))
     check_launch(_args(enable_hierarchical_cache=False))
 
 

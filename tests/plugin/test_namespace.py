@@ -193,21 +193,16 @@ def test_the_content_of_a_file_counts_not_its_location(flags: dict[str, Bag], tm
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
+def test_a_model_id_is_required_if_files_do_not_identify_the_weights(flags: dict[str, Bag]) -> None:
+    for name, value, message in (
+        ("weight_cache_mode", "client", "from a daemon; set model_id"),
         ("load_format", "dummy", "random weights; set model_id"),
         ("load_format", "remote_instance", "from another server; set model_id"),
-        ("weight_cache_mode", "client", "from a daemon; set model_id"),
-    ],
-)
-def test_a_model_id_is_required_if_files_do_not_identify_the_weights(
-    flags: dict[str, Bag], name: str, value: str, message: str
-) -> None:
-    setattr(flags["model"], name, value)
-    with pytest.raises(UnsupportedError, match=message):
-        _heads()
-    assert _heads(model_id="mine").namespace.model == "id:mine"
+    ):
+        setattr(flags["model"], name, value)
+        with pytest.raises(UnsupportedError, match=message):
+            _heads()
+        assert _heads(model_id="mine").namespace.model == "id:mine"
 
 
 def test_adapters_are_no_part_of_the_namespace(

@@ -50,16 +50,13 @@ def test_short_batches_do_not_tell_how_long_a_long_prompt_takes() -> None:
 MIXED = 10, 64, 64, 500, 64, 30
 
 
-@pytest.mark.parametrize(
-    ("sizes", "size", "expected_s"),
-    [
+def test_how_long_a_prompt_takes() -> None:
+    for sizes, size, expected_s in (
         *((MIXED, size, seconds(size)) for size in (1, 64, 500)),  # batches and tokens both cost time
         (MIXED, 2000, 4 * seconds(500)),  # a longer prompt is several batches
         ((2048, 2048, 2048, 2000, 2048), 4096, 2 * seconds(2048)),  # batches of one size tell their rate
-    ],
-)
-def test_how_long_a_prompt_takes(sizes: tuple[int, ...], size: int, expected_s: float) -> None:
-    assert fed(*sizes).seconds_for(size) == pytest.approx(expected_s, rel=0.01)
+    ):
+        assert fed(*sizes).seconds_for(size) == pytest.approx(expected_s, rel=0.01)
 
 
 def test_fetching_saves_neither_the_batch_of_the_other_tokens_nor_reading_the_prefix() -> None:

@@ -70,18 +70,13 @@ def test_a_profile_is_of_the_layers_that_sglangs_pool_has(
     assert isinstance(engine_quantiser(config, rank(), GEOMETRY, 0), KltQuantiser)
 
 
-@pytest.mark.parametrize(
-    ("windows_apart", "text_config", "expected"),
-    [([1, 3], {}, (1, 3)), (None, {"full_attention_layer_ids": [2]}, (2,)), (None, {}, None)],
-)
-def test_sglang_says_which_layers_its_pool_has(
-    monkeypatch: pytest.MonkeyPatch, windows_apart: list[int] | None, text_config: dict[str, Any], expected: Any
-) -> None:
-    config = SimpleNamespace(
-        full_attention_layer_ids=windows_apart, hf_text_config=SimpleNamespace(**text_config), hf_config=object()
-    )
+def test_sglang_says_which_layers_its_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(hf_config=object())
     monkeypatch.setattr(runtime_context, "process_model_config", lambda: config)
-    assert pool_layers() == expected
+    apart: dict[str, Any] = {"full_attention_layer_ids": [2]}
+    for windows_apart, of_text, expected in (([1, 3], {}, (1, 3)), (None, apart, (2,)), (None, {}, None)):
+        config.full_attention_layer_ids, config.hf_text_config = windows_apart, SimpleNamespace(**of_text)
+        assert pool_layers() == expected
 
 
 def test_auto_stores_exact_if_no_profile_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

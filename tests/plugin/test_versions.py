@@ -87,13 +87,11 @@ def test_an_unknown_release_is_held_against_the_newest_rows(monkeypatch: pytest.
     assert table_version() == SGLANG_VERSIONS[0]
 
 
-@pytest.mark.parametrize("announces", [True, False])
-def test_a_backend_learns_once_that_all_pools_are_known(monkeypatch: pytest.MonkeyPatch, announces: bool) -> None:
-    known = SimpleNamespace(**({"on_host_pools_registered": None} if announces else {}))
-    monkeypatch.setattr(hicache_storage, "HiCacheStorage", known)
-    backend = Mock()
-    announce_pools(backend)
-    assert backend.on_host_pools_registered.call_count == (0 if announces else 1)
+def test_a_backend_learns_once_that_all_pools_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, num_calls in ((SimpleNamespace(on_host_pools_registered=None), 0), (SimpleNamespace(), 1)):
+        monkeypatch.setattr(hicache_storage, "HiCacheStorage", known)
+        announce_pools(backend := Mock())
+        assert backend.on_host_pools_registered.call_count == num_calls
 
 
 def test_what_the_older_release_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
