@@ -134,7 +134,7 @@ def test_random_histories_against_one_plain_list() -> None:
         plain += compiled
         ready = [each for each in plain if each not in scheduler.parked]
         gone = rng.sample(ready, min(len(ready), rng.randrange(3)))
-        refused, admitted = (gone[:1], gone[1:]) if returns else ([], gone)
+        refused, admitted = (gone[:1], gone[1:]) if returns or is_compiled else ([], gone)
         assert scheduler.step(*admitted, preempt=[handle] * returns, refuse=refused, compiled=compiled) == ready
         plain = [each for each in plain if each not in gone] + [handle] * returns
         assert scheduler.waiting == plain

@@ -59,13 +59,13 @@ class WaitingQueue(list[Any]):
 
     def form_batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Run SGLang's forming of a batch while the scheduler sees only the requests that are ready."""
-        before, scheduler.waiting_queue = self.ready.copy(), self.ready
+        scheduler.waiting_queue = self.ready
         try:
             return original(scheduler, *args, **kwargs)
         finally:
             left, scheduler.waiting_queue = scheduler.waiting_queue, self
-            if left is not self.ready or left != before:
-                self._formed(before, left)
+            if left is not self.ready:
+                self._formed(left)
 
     def extend(self, requests: Iterable[Any]) -> None:
         for request in requests:
@@ -94,10 +94,9 @@ class WaitingQueue(list[Any]):
             del self._parked[request]
             bisect.insort(self.ready, request, key=self._order.__getitem__)
 
-    def _formed(self, before: list[Any], left: list[Any]) -> None:
-        """Update the queue after a batch was formed. ``before``: the requests that were ready before it. ``left``:
-        those that still are, in any order, and new ones."""
-        gone = {*before, *self.ready}.difference(left)
+    def _formed(self, left: list[Any]) -> None:
+        """Update the queue after a batch was formed. ``left``: the requests that were not admitted, and new ones."""
+        gone = {*self.ready}.difference(left)
         self.ready[:] = [request for request in left if request in self._order]
         if gone:
             self[:] = [request for request in self if request not in gone]
@@ -113,7 +112,7 @@ class WaitingQueue(list[Any]):
 
 class _Ready(list[Any]):
     """What SGLang sees while it forms a batch. Whom it adds then, as when a grammar is compiled, arrives before it is
-    admitted."""
+    admitted, and whom it takes out, as where too many wait, leaves."""
 
     def __init__(self, queue: WaitingQueue) -> None:
         super().__init__()
@@ -121,6 +120,9 @@ class _Ready(list[Any]):
 
     def append(self, request: Any) -> None:
         self._queue.append(request)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        return self._queue.pop(self._queue.index(self[index]))
 
 
 def wanted_tokens(request: Any, page_size: int) -> int:
@@ -200,9 +202,7 @@ def _free_tokens(scheduler: Any) -> float:
 
 def _wanted_tokens(scheduler: Any) -> int:
     """Return how many tokens of the pool are wanted, at most, to admit the next request beside those that run."""
-    queue = scheduler.waiting_queue
-    ready = getattr(queue, "ready", queue)
-    if not ready:
+    if not (ready := getattr(scheduler.waiting_queue, "ready", scheduler.waiting_queue)):
         return 0
     return wanted_tokens(ready[0], scheduler.tree_cache.page_size) + reserved_tokens(scheduler)
 
