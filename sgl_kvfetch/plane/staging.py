@@ -46,6 +46,7 @@ from sgl_kvfetch.protocol.arena import region_views
 from sgl_kvfetch.types import KVGeometry, SideKey
 
 _SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in total, at most
+_SIDES_S = 1.0  # how long side pages may come after fewer pages than were asked for: the rest is computed
 # Shortest first, with ageing: a later fetch overtakes only if it is shorter by more than so many pages per arrival
 # since the earlier fetch. So none starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
 AGEING_PAGES = 8
@@ -437,7 +438,13 @@ class Stager:
         trailing, sources = prompt.trailing, prompt.sources
         if not trailing:
             return await restoring, None
-        num_pages, sides = await asyncio.gather(restoring, self._fetch_sides(prompt, len(sources)))
+        fetching = asyncio.ensure_future(self._fetch_sides(prompt, len(sources)))
+        try:
+            num_pages = await restoring
+            await asyncio.wait([fetching], timeout=None if num_pages == len(sources) else _SIDES_S)
+            sides = fetching.result() if fetching.done() else {}
+        finally:
+            fetching.cancel()
         is_for_its_end = m.is_for_its_end(trailing)
         if num_pages < len(sources) and is_for_its_end:
             num_pages = max(usable_runs(sources[:num_pages], trailing).lengths, default=0)

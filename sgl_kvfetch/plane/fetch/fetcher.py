@@ -382,7 +382,7 @@ class Fetcher:
                         task = group.create_task(self._run_unit(unit, index, fetch))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
                         if not is_here:
-                            task.add_done_callback(partial(_release, self.reads.budget, unit.size_bytes))
+                            task.add_done_callback(lambda _, size=unit.size_bytes: self.reads.budget.release(size))  # type: ignore[misc]
                         await asyncio.sleep(0)  # let the task send its request
                         if not is_here:
                             await self.link.may_read()  # so what is next is chosen as late as possible
@@ -500,7 +500,3 @@ class Fetcher:
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
         return sum(fetch.num_unasked for fetch in self._running)
-
-
-def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:
-    budget.release(num_bytes)

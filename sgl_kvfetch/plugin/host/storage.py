@@ -406,14 +406,15 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 fetch.end()
             ended, given_up = awaited
             if ended is not None:
-                num_pages, reason = ended.num_pages, ended.reason
+                num_come, reason = ended.num_pages, ended.reason
+                if num_come < len(places):  # the rest is computed, and nobody waits for what a link does not bring
+                    deadline_s = min(deadline_s, time.monotonic())
                 for each in packed:
                     there = self._end_side(*each, deadline_s, prefetch.why_given_up)
-                    num_pages = next(
-                        (page for page, is_there in enumerate(there[:num_pages]) if not is_there), num_pages
-                    )
-                if self._staged is not None and num_pages:
-                    self._take(self._staged, pool_pages[:num_pages])
+                    num_come = there.index(False) if False in there[:num_come] else num_come
+                if self._staged is not None and num_come:
+                    self._take(self._staged, pool_pages[:num_come])
+                num_pages = num_come
             else:
                 reason = given_up
                 metrics.MISSES.labels("fetch", reason).inc()

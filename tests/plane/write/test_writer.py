@@ -205,15 +205,6 @@ async def test_whole_spans_are_encoded_before_their_segment_is_cut(store: LocalS
     assert decode_manifest(content) == expected.manifest
 
 
-async def test_spans_that_the_store_has_are_not_encoded(
-    store: LocalStore, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await write(make(), 0, 8)
-    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_span", None)
-    await write(make(), 0, 8)
-    assert await found(store, 8) == [8]
-
-
 @pytest.mark.parametrize("refines", [True, False])
 @pytest.mark.parametrize(
     ("stored", "written", "are_levels_back"),

@@ -3,11 +3,13 @@ a fake GPU, where states are tried as well."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import store
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plugin.device import gpu_loads, gpu_pages
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.plugin.device.pools import EnginePools, Load, SideBuffers, SideSlots, open_pools
@@ -138,6 +141,14 @@ def test_pages_without_their_side_pages_are_computed_and_stored_again(rig: Rig, 
     rig.flush()
     assert rig.fetch(tokens) == 32
     assert holds(rig, tokens)
+
+
+def test_side_pages_are_not_waited_for_behind_late_pages(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make(following="packed")
+    tokens = rig.stored(prompt(0))
+    monkeypatch.setattr(rig.service.client.fetcher, "fetch", AsyncMock(return_value=FetchResult(1, late=True)))
+    monkeypatch.setattr(rig.service._prompts.sides, "_store", Mock(read=lambda *_: asyncio.Event().wait()))
+    assert rig.admit(rig.arrive_staged(tokens)) == [0]
 
 
 def test_side_pages_of_nodes_before_are_written_where_the_store_lost_them(rig: Rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.choice import Turn
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plugin.host.pool import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage, Rewriting
@@ -115,15 +117,6 @@ def test_pages_may_wait_in_the_host_pool_while_it_has_room_for_others(
     assert not may_wait()
 
 
-def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
-    backend = make(pool := make_pool(), write_queue_bytes=1 << 20)
-    num_pages = 2 * (1 << 20) // HostPages(pool).geometry.page_bytes
-    names, pages = keys(num_pages), [page % POOL_PAGES for page in range(num_pages)]
-    store_pages(backend, names, pages)
-    assert backend.batch_get_v1(names[-3:], tokens([0, 1, 2])) == [True] * 3
-    assert torch.equal(pool.k_buffer[:3], pool.k_buffer[pages[-3:]])
-
-
 def test_modes(make: Make, tmp_path: Path) -> None:
     store_pages(make(), keys(2), [0, 1])
     write_only = make(mode="write_only")
@@ -207,6 +200,9 @@ def test_layers_of_a_draft_model_in_a_pool_return(make: Make, served: Served, la
         x.zero_()
     reader = make(empty, quantiser="uint8")
     assert reader.batch_exists_v2(keys(4), []).extra_pool_hit_pages == {PoolName.KV: 4}
+    with pytest.MonkeyPatch.context() as failing:
+        failing.setattr(reader._sides, "write", Mock(side_effect=RuntimeError("no")))
+        assert reader.batch_get_v1(keys(4), tokens([7, 5, 2, 9])) == [False] * 4
     served.service._prompts.order._present = Turn(end_s=0.0)  # of the prompt before, which measured the link
     reader._prefetch = replace(reader._prefetch, first_hash=keys(4)[0])
     assert reader.batch_get_v1(keys(4), tokens([7, 5, 2, 9])) == [True] * 4
@@ -217,11 +213,15 @@ def test_layers_of_a_draft_model_in_a_pool_return(make: Make, served: Served, la
         assert not restored[[0, 1, 3, 4, 6]].any()
 
 
-def test_pages_without_layers_of_a_draft_model_are_not_used(make: Make, tmp_path: Path) -> None:
-    """Where an object with their bytes is gone, the hit ends."""
-    writer = make(make_pool(target_layer_num=LAYERS - 1))
+def test_pages_without_layers_of_a_draft_model_are_not_used(make: Make, served: Served, tmp_path: Path) -> None:
+    """Where an object with their bytes is gone, the hit ends. Behind pages that are late, it is not waited for."""
+    writer = make(make_pool(target_layer_num=LAYERS - 1), fetch_timeout_s=600)
     writer.batch_set_v1(keys(4), tokens([0, 1, 2, 3]), after([]))
     wait_until(lambda: writer.batch_exists(keys(4)) == 4)
+    with pytest.MonkeyPatch.context() as slow:
+        slow.setattr(served.service.client.fetcher, "fetch", AsyncMock(return_value=FetchResult(2, late=True)))
+        slow.setattr(served.service._prompts.sides, "_store", Mock(read=lambda *_: asyncio.Event().wait()))
+        assert writer.batch_get_v1(keys(4), tokens([0, 1, 2, 3])) == [False] * 4
     for path in tmp_path.rglob("*.kvm"):
         manifest = decode_manifest(path.read_bytes())
         for side in manifest.sides:
