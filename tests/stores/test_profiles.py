@@ -20,8 +20,7 @@ from tests.codec.quant.profiles import CALIBRATION, make_profile
 from tests.stores.conformance import failing
 
 WEIGHTS = CALIBRATION.weights
-KEY = b"k" * 32
-KEYS, OTHERS = StoreKeys(KEY), StoreKeys(b"o" * 32)
+KEYS = StoreKeys(KEY := b"k" * 32)
 
 
 def save(folder: Path, num_sinks: int = 0, weights: str = WEIGHTS) -> Path:
@@ -64,6 +63,7 @@ async def test_a_profile_that_takes_more_than_exact_is_not_published(tmp_path: P
 @pytest.mark.parametrize("keys", [NO_KEYS, KEYS], ids=["no keys", "encrypted"])
 async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: StoreKeys) -> None:
     name, data = seal_profile(save(tmp_path), keys)
+    assert (save(tmp_path).read_bytes() in data) == (keys is NO_KEYS)
     store = LocalStore(tmp_path / "store")
     await store.put_note(PROFILES, name, data)
     path = tmp_path / "store" / ".profiles" / name
