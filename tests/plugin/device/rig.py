@@ -90,7 +90,7 @@ class Request:
     discard_output_reason: Any = None
     output_ids: tuple[int, ...] = ()
     time_stats: Any = None
-    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1))
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1, ignore_eos=False))
 
     @property
     def origin_input_ids(self) -> list[int]:

@@ -208,26 +208,26 @@ def test_they_do_not_wait_where_the_next_request_needs_room(tokens: list[int], p
     rig, refusals, _ = full
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
-    sampling = SimpleNamespace(max_new_tokens=1, ignore_eos=False)
     scheduler = SimpleNamespace(
         tree_cache=rig.cache,
-        waiting_queue=[Request("waits", [*tokens, 1])],
-        running_batch=SimpleNamespace(reqs=[Request("runs", [0], sampling_params=sampling)]),
+        waiting_queue=[],
+        running_batch=SimpleNamespace(reqs=[Request("runs", [0])]),
         last_batch=None,
         chunked_req=None,
         new_token_ratio_tracker=SimpleNamespace(current=1.0),
         enable_overlap=False,
         enable_priority_preemption=preempts,
     )
-    was_held = False
+    held: list[bool] = []
 
     def step() -> bool:
-        nonlocal was_held
         rig.cache.check_hicache_events()
         waiting_queue.form_batch(lambda scheduler: None, scheduler)
-        was_held |= rig.linker.prefixes.has_held
+        held.append(rig.linker.prefixes.has_held)
         return not rig.cache.linker.pending_offloads
 
+    assert not step()
+    scheduler.waiting_queue.append(Request("waits", [*tokens, 1]))  # parked at once, until it is staged
     wait_until(step, poll_s=0.001)
-    assert was_held == (tokens is STORED and not preempts)
+    assert any(held) == (tokens is STORED and not preempts)
     assert scheduler.waiting_queue
