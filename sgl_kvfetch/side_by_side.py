@@ -1,4 +1,4 @@
-"""Runs coroutines side by side: all at once, many items a few at a time, or tasks in the background."""
+"""Runs coroutines side by side: all at once, a few at a time, or in the background; and other threads' calls."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class WaitingQueue(list[Any]):
         if self._is_parked(request.cache_request_handle):
             self._parked[request] = None
         else:
-            self.ready += [request]
+            self.ready += [request]  # its own `append` comes here
 
     def form_batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Run SGLang's forming of a batch while the scheduler sees only the requests that are ready."""

@@ -414,7 +414,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                     num_come = there.index(False) if False in there[:num_come] else num_come
                 if self._staged is not None and num_come:
                     self._take(self._staged, pool_pages[:num_come])
-                num_pages = num_come
+                num_pages = num_come  # only now: if a step before has failed, nothing is a hit
             else:
                 reason = given_up
                 metrics.MISSES.labels("fetch", reason).inc()
